@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from mmkv.engine.errors import ModelError
+
 _MEMINFO, _STATM = Path("/proc/meminfo"), Path("/proc/self/statm")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -125,6 +127,28 @@ def _in_group() -> int | None:
         return max(0, most - max(0, used - files))
     except (OSError, ValueError):  # no control group, or "max"
         return None
+
+
+LEAST_CAPABILITY = 8, 0  # Ampere: before it there is no bfloat16, and too little shared memory
+
+
+def require_card(device: torch.device) -> None:
+    """Refuse a GPU that mmkv's kernels and torch's flash attention are not for.
+
+    Raises:
+        ModelError: it is AMD's, or older than Ampere.
+    """
+    if device.type != "cuda":
+        return
+    if torch.version.hip is not None:
+        raise ModelError("mmkv does not run on AMD's GPUs; use device='cpu' (--device cpu)")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        (major, minor), (least, _) = capability, LEAST_CAPABILITY
+        raise ModelError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor} and mmkv "
+            f"needs {least}.0 (Ampere) or more; use device='cpu' (--device cpu)"
+        )
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -1,29 +1,41 @@
-"""What Triton's compiler makes of the kernels: registers, spills, shared memory, per architecture.
+"""What Triton's compiler makes of the kernels: registers, spills, shared memory, for every card.
 
-``python -m benchmarks.bench.kernel_code`` compiles every kernel in the sizes of an 8B model (and
-the largest that a policy may ask for) for every architecture that PyTorch's wheels support, and
-adds the figures of the installed Triton to ``benchmarks/results/kernel-code.json``, beside those of
-other versions. It needs no GPU: the compiler and ptxas are in Triton's wheel. Other versions: ``pip
-install --target DIR --no-deps triton==3.7.1``, then ``PYTHONPATH=DIR python -m ...``.
+``python -m benchmarks.bench.kernel_code`` calls the launch functions with the head sizes, dtypes
+and stored forms that there are, compiles each distinct launch for every architecture, and writes
+``benchmarks/results/kernel-code.json``: for each kernel and card the most that a launch takes, and
+the launches that spill or do not fit. It needs no GPU, for the compiler and ptxas are in Triton's
+wheel, and an hour of a core. ``--only decode --arch 90`` prints a part of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product as every
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.bench.harness import table
-from mmkv.training.measure.record import RESULTS
+from benchmarks.bench.recorded_launches import Code, Variant, compiled, recording
+from mmkv.engine.backends.cuda.kernels.append import empty_room
+from mmkv.engine.backends.cuda.kernels.buffers import (
+    EvictionLimits,
+    NewestTokens,
+    PageTables,
+)
+from mmkv.engine.backends.cuda.kernels.decode_attention import empty_partials
+from mmkv.engine.backends.cuda.kernels.evict import empty_drop, empty_eviction
+from mmkv.engine.backends.cuda.kernels.sample import SamplingColumns
+from mmkv.engine.backends.cuda.kernels.worklist import empty_worklist, tile_entries
+from mmkv.engine.backends.cuda.kernels.write_gated_attention import GatedRows
+from mmkv.engine.budget import Interval
+from mmkv.engine.cache import PagePool
+from mmkv.engine.cache.forms import FORMS
+from mmkv.engine.model.product import INTEGERS
+from mmkv.engine.policies import make_policy
+from mmkv.training.measure.record import RESULTS, write_results
 
 # Bytes of shared memory that a program may take: CUDA C++ Programming Guide, technical
 # specifications per compute capability, less the 1 KiB that the system keeps.
@@ -35,259 +47,409 @@ SHARED_LIMITS = {
     100: 232_448,
     120: 101_376,
 }
+DIMS = (64, 72, 80, 96, 128, 256)  # of the families' heads
+DTYPES = ("bfloat16", "float16", "float32")
+STORED = ("auto", "int8", "k8v4", "int4")
+LAYERS, HEADS, PAGE = 36, 8, 16  # of an 8B model
+NUMBERS = ("registers", "spills", "shared")
+RUNS = 4 * 132  # programs of decode attention on an H100
 
 
-@dataclass(frozen=True)
-class CompiledCase:
-    """A kernel in one size.
-
-    Attributes:
-        types: Triton types of the arguments that are not constants, in any order.
-        constants: values of the constexpr arguments.
-        aligned: pointers and strides are divisible by 16.
-        fuses: products and sums may be rounded once.
-    """
-
-    name: str
-    module: str
-    kernel: str
-    types: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int = 3
-    aligned: bool = field(default=True)
-    fuses: bool = True
+def _integers(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
 
 
-@dataclass(frozen=True)
-class Code:
-    """What ptxas says of a kernel: registers a thread, bytes spilled and of shared memory."""
-
-    registers: int
-    spills: int
-    shared: int
-    ptx: str
+def _numbers(dtype: str, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=getattr(torch, dtype))
 
 
-def compile_kernel(case: CompiledCase, arch: int, folder: Path) -> Code:
-    """Compile for an architecture, as the launcher would; files of it go to ``folder``."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
-    from triton.compiler import ASTSource
-
-    kernel = getattr(importlib.import_module(case.module), case.kernel)
-    signature = {name: case.types.get(name, "constexpr") for name in kernel.arg_names}
-    attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, kind in enumerate(signature.values())
-        if case.aligned and (kind.startswith("*") or kind == "i32")
-    }
-    constants = {name: case.constants[name] for name, k in signature.items() if k == "constexpr"}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    options = {
-        "num_warps": case.num_warps,
-        "num_stages": case.num_stages,
-        "enable_fp_fusion": case.fuses,
-    }
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    target = folder / "kernel.ptx"
-    target.write_text(built.asm["ptx"])
-    name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-    command = [get_ptxas(arch).path, "-v", f"-arch={name}", target, "-o", f"{target}.cubin"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return Code(
-        max(int(n) for n in re.findall(r"Used (\d+) registers", printed)),
-        sum(int(n) for n in re.findall(r"(\d+) bytes spill", printed)),
-        built.metadata.shared,
-        built.asm["ptx"],
-    )
+def _cache(
+    dim: int, form: str, dtype: str, states: int = 0, batch: int = 2
+) -> tuple[PagePool, PageTables]:
+    kind = getattr(torch, dtype)
+    pool = PagePool(PAGE, dim, 8, kind, "cpu", None, states, FORMS[form])
+    length = _integers(max(batch, 4), LAYERS, HEADS)
+    return pool, PageTables(length, _integers(*length.shape, 64), pool._stack, _integers(1), PAGE)
 
 
-_KINDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-_CODES, _SCALES = {8: "*i8", 4: "*u8"}, {8: "*fp16", 4: "*fp16"}
-
-
-def _stored(dtype: torch.dtype, bits: tuple[int, int]) -> dict[str, str]:
-    """Return the types of keys, values and their scales with codes of so many bits, 0: none."""
-    names = (("keys", "key_scale"), ("values", "value_scale"))
-    kind, types = _KINDS[dtype], dict[str, str]()
-    for (codes, scale), width in zip(names, bits, strict=True):
-        types |= {codes: _CODES.get(width, kind), scale: _SCALES.get(width, kind)}
-    return types
+def _with_gap(stored: Any, gap: int) -> Any:
+    """Put ``gap`` numbers between one entry and the next, as vLLM's pages have them."""
+    return torch.nn.functional.pad(stored, (0, gap))[..., : stored.shape[-1]] if gap else stored
 
 
 def decode(
-    group: int,
-    tile: int = 32,
-    head_dim: int = 128,
-    bits: tuple[int, int] = (0, 0),
-    dtype: torch.dtype = torch.bfloat16,
+    group: int = 4,
+    dim: int = 128,
+    form: str = "auto",
+    dtype: str = "bfloat16",
     window: int = 0,
     gap: int = 0,
-) -> CompiledCase:
-    """One query for each of ``group`` heads a KV head, which sees ``window`` tokens, or all.
-
-    ``gap``: numbers between one key and the next.
-    """
+    lse: bool = False,
+) -> None:
+    """One query for each of ``group`` heads a KV head, which sees ``window`` tokens, or all."""
     from mmkv.engine.backends.cuda.kernels import decode_attention_triton as ours
 
-    types = dict.fromkeys(("query", "out"), _KINDS[dtype]) | _stored(dtype, bits)
-    types |= dict.fromkeys(("partial", "peaks", "totals", "lse"), "*fp32")
-    types |= dict.fromkeys(("rows", "runs", "arrived", "position"), "*i32")
-    types |= dict.fromkeys(("table", "now"), "*i64")
-    types |= dict.fromkeys(("query_batch", "query_head", "width"), "i32") | {"scale": "fp32"}
-    padded = max(16, 1 << (group - 1).bit_length())
-    constants: dict[str, Any] = {"HEADS": 8, "G": group, "GROUP": 1 << (group - 1).bit_length()}
-    constants |= {"PADDED": padded, "D": head_dim, "BLOCK_D": head_dim, "P": 16, "TILE": tile}
-    constants |= {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "WRITE_LSE": True}
-    constants |= {"WINDOW": window, "STRIDE": head_dim + gap}
-    seen = f", {window} tokens" if window else ""
-    name = f"decode, {group} heads of {head_dim}{_form(bits)}{seen}, {_short(dtype)}"
-    return CompiledCase(
-        name, ours.__name__, "decode_kernel", types, constants, ours.WARPS, ours.STAGES
+    pool, rows = _cache(dim, form, dtype)
+    tile = tile_entries(dim, pool.dtype)
+    work = empty_worklist(2, LAYERS, HEADS, tile, RUNS, "cpu")
+    query = _numbers(dtype, 2, HEADS * group, dim)
+    ours.decode_attention(
+        query,
+        _with_gap(pool.stored_keys, gap),
+        _with_gap(pool.stored_values, gap),
+        rows.table,
+        work,
+        0,
+        empty_partials(work, group, dim),
+        dim**-0.5,
+        torch.empty_like(query),
+        torch.zeros(query.shape[:2]) if lse else None,
+        NewestTokens(window, pool.position, _integers(2)) if window else None,
     )
 
 
 def prefill(
-    queries: int,
-    bits: tuple[int, int] = (0, 0),
-    dtype: torch.dtype = torch.bfloat16,
+    tokens: int,
+    group: int = 4,
+    dim: int = 128,
+    form: str = "auto",
+    dtype: str = "bfloat16",
     gap: int = 0,
-) -> CompiledCase:
-    """A chunk's ``queries`` of a KV head (tokens x heads), head_dim 128; see :func:`decode`."""
+) -> None:
+    """A chunk's queries, to what was retained before it."""
     from mmkv.engine.backends.cuda.kernels import prefill_attention_triton as ours
 
-    block, tile, warps = ours.blocks(dtype, 128, queries)
-    types = dict.fromkeys(("query", "out"), _KINDS[dtype]) | {"lse": "*fp32"}
-    types |= _stored(dtype, bits)
-    types |= {"length": "*i64", "table": "*i64", "count": "i32", "scale": "fp32"}
-    strides = ("query_head", "query_token", "out_head", "out_token", "length_head", "table_head")
-    types |= dict.fromkeys(strides, "i32")
-    constants = {"G": 4, "D": 128, "BLOCK_D": 128, "P": 16, "BLOCK": block, "TILE": tile}
-    constants |= {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "STRIDE": 128 + gap}
-    name = f"prefill, {queries} queries{_form(bits)}, {_short(dtype)}"
-    stages = ours.stages(dtype)
-    return CompiledCase(name, ours.__name__, "prefill_kernel", types, constants, warps, stages)
-
-
-def write_gated(group: int, head_dim: int, dtype: torch.dtype) -> CompiledCase:
-    """A chunk of a prompt under write gates, ``group`` heads a KV head."""
-    from mmkv.engine.backends.cuda.kernels import write_gated_attention_triton as ours
-
-    types = dict.fromkeys(("query", "keys", "values", "out"), _KINDS[dtype])
-    types |= {"slots": "*i64", "position": "*i64", "places": "*i32", "scale": "fp32"}
-    types |= dict.fromkeys(("far", "begin", "end", "computed"), "*i32")
-    strides = [f"{of}_{what}" for of in ("query", "out") for what in ("head", "group", "token")]
-    types |= dict.fromkeys(("count", "entries", "window", *strides), "i32")
-    constants = ours.sizes(group, head_dim, dtype)
-    warps = constants.pop("num_warps")
-    name = f"write-gated prefill, {group} heads of {head_dim}, {_short(dtype)}"
-    stages = ours.stages(dtype)
-    return CompiledCase(name, ours.__name__, "write_gated_kernel", types, constants, warps, stages)
-
-
-def store(group: int) -> CompiledCase:
-    """A new entry of heads of 128 with q/k norm."""
-    from mmkv.engine.backends.cuda.kernels import store_triton as ours
-
-    half = ("qkv", "cos", "sin", "gain", "pool_keys", "pool_values", "query")
-    types = dict.fromkeys(half, "*bf16")
-    types |= dict.fromkeys(("slots", "position"), "*i64")
-    types |= dict.fromkeys(("pool_log_beta", "pool_state"), "*fp32")
-    types |= dict.fromkeys(("pool_key_scale", "pool_value_scale"), "*fp16")
-    types |= {"pool_position": "*i32", "pool_modality": "*u8", "eps": "fp32"}
-    types |= dict.fromkeys(("qkv_row", "slots_row"), "i32")
-    constants: dict[str, Any] = ours.sizes(group, 128)
-    warps = constants.pop("num_warps")
-    constants |= {
-        "HEADS": 32 // group,
-        "GROUP": group,
-        "DIM": 128,
-        "ROT": 128,
-        "NORM": True,
-        "APART": False,
-    }
-    constants |= {"STATE": 0, "BESIDE": False}
-    return CompiledCase(
-        f"store, {group} heads", ours.__name__, "store_kernel", types, constants, warps
+    pool, rows = _cache(dim, form, dtype)
+    ours.prefill_attention(
+        _numbers(dtype, tokens, (group + 2) * HEADS, dim)[:, : group * HEADS].transpose(0, 1),
+        _with_gap(pool.stored_keys, gap),
+        _with_gap(pool.stored_values, gap),
+        rows.length[0, 0],
+        rows.table[0, 0],
+        dim**-0.5,
     )
 
 
-def product(bits: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> CompiledCase:
+def write_gated(group: int = 4, dim: int = 128, dtype: str = "bfloat16") -> None:
+    """A chunk of a prompt under write gates."""
+    from mmkv.engine.backends.cuda.kernels import write_gated_attention_triton as ours
+
+    pool, _ = _cache(dim, "auto", dtype)
+    at = torch.arange(512)
+    rows = GatedRows(_integers(HEADS, 512), at.repeat(HEADS, 1), torch.zeros(HEADS, 512))
+    query = _numbers(dtype, 128, HEADS, group, dim).permute(1, 2, 0, 3)
+    keys, values = pool.keys.flatten(0, 1), pool.values.flatten(0, 1)
+    ours.write_gated_attention(query, at[-128:], keys, values, rows, 64, 0.5, dim**-0.5)
+
+
+def store(
+    group: int = 4,
+    dim: int = 128,
+    form: str = "auto",
+    dtype: str = "bfloat16",
+    norm: bool = True,
+) -> None:
+    """A new entry."""
+    from mmkv.engine.backends.cuda.kernels import store_triton as ours
+
+    pool, _ = _cache(dim, form, dtype)
+    angles = _numbers(dtype, 2, dim), _numbers(dtype, 2, dim)
+    gain = _numbers(dtype, (group + 1) * HEADS, dim) if norm else None
+    fused = _numbers(dtype, 2, (group + 2) * HEADS * dim)
+    ours.store_layer(fused, angles, gain, 1e-6, pool, _integers(2, HEADS), _integers(2))
+
+
+def gates(width: int = 512, dtype: str = "bfloat16") -> None:
+    """The rates of a step's entries in all layers."""
+    from mmkv.engine.backends.cuda.kernels import store_triton as ours
+
+    pool, _ = _cache(128, "auto", dtype)
+    readout = torch.zeros(LAYERS, HEADS, width), torch.zeros(LAYERS, HEADS)
+    trunk = _numbers(dtype, LAYERS, 2, width)
+    ours.store_log_beta(trunk, *readout, pool.log_beta, _integers(2, LAYERS, HEADS))
+
+
+def window(queries: int, group: int = 4, dim: int = 128, dtype: str = "bfloat16") -> None:
+    """Scores of all entries by the last ``queries`` of each head."""
+    from mmkv.engine.backends.cuda.kernels import window_scores_triton as ours
+
+    pool, rows = _cache(dim, "auto", dtype)
+    query = _numbers(dtype, 4, LAYERS, HEADS * group, queries, dim)
+    where = rows.length, rows.table, _integers(2)
+    at = _integers(4, queries)
+    ours.window_scores(query, at, pool.keys, pool.position, *where, dim**-0.5)
+
+
+def append(batch: int = 2) -> None:
+    """Room for a new entry in all rows of ``batch`` sequences."""
+    from mmkv.engine.backends.cuda.kernels import append_triton as ours
+
+    _, rows = _cache(128, "auto", "bfloat16", batch=batch)
+    ours.make_room(empty_room(batch, rows), rows, _integers(batch))
+
+
+def worklist(batch: int = 2) -> None:
+    """The work list of decode attention."""
+    from mmkv.engine.backends.cuda.kernels import worklist_triton as ours
+
+    _, rows = _cache(128, "auto", "bfloat16", batch=batch)
+    work = empty_worklist(batch, LAYERS, HEADS, 32, RUNS, "cpu")
+    ours.build_worklist(work, _integers(batch), rows.length)
+
+
+def evict(policy: str, batch: int = 2, every: int = 1, **of_policy: Any) -> None:
+    """An eviction to a budget, by a policy's own scores."""
+    from mmkv.engine.backends.cuda.kernels import evict_triton as ours
+
+    chosen = make_policy(policy, **of_policy)
+    pool, rows = _cache(128, "auto", "bfloat16", batch=batch)
+    work = empty_eviction(batch, rows, 2**17)
+    seqs, seen, allowed = (_integers(batch) for _ in range(3))
+    ours.evict(work, chosen, rows, pool, seqs, seen, allowed, Interval(every))
+
+
+def evict_to_shares(policy: str, groups: int = 1, floors: bool = False, batch: int = 2) -> None:
+    """An eviction to what each group of rows may keep, by scores that torch made where it must."""
+    from mmkv.engine.backends.cuda.kernels import evict_triton as ours
+    from mmkv.engine.backends.cuda.kernels.evict import scores_in_torch
+
+    chosen, count = make_policy(policy), LAYERS * HEADS
+    pool, rows = _cache(128, "auto", "bfloat16", chosen.scoring.needs.state, batch)
+    work = empty_eviction(batch, rows, 2**17, groups)
+    limits = EvictionLimits(
+        _integers(batch, groups),
+        _integers(batch, count) if floors else None,
+        _integers(batch),
+        _integers(batch),
+    )
+    scores = torch.zeros(batch, count, 512) if scores_in_torch(chosen) else None
+    seqs, seen = (_integers(batch) for _ in range(2))
+    ours.evict_to_shares(work, chosen, rows, pool, seqs, seen, limits, scores)
+
+
+def drop(dim: int = 128, form: str = "auto", dtype: str = "bfloat16", batch: int = 2) -> None:
+    """Drop entries that are known: what moves entries of every form."""
+    from mmkv.engine.backends.cuda.kernels import evict_triton as ours
+
+    pool, rows = _cache(dim, form, dtype, batch=batch)
+    victims = torch.zeros(batch, LAYERS * HEADS, 512, dtype=torch.bool)
+    work = empty_drop(batch, rows, 512)
+    ours.drop(work, rows, pool, _integers(batch), victims, _integers(batch))
+
+
+def norm(width: int, dtype: str = "bfloat16", add: bool = True) -> None:
+    """RMSNorm of a step, with or without the residual sum before it."""
+    from mmkv.engine.backends.cuda.kernels import pointwise_triton as ours
+
+    x = _numbers(dtype, 2, width)
+    ours.rms_norm(x, torch.zeros_like(x) if add else None, _numbers(dtype, width), 1e-6)
+
+
+def gated(width: int, dtype: str = "bfloat16", activation: str = "silu") -> None:
+    """The gated activation of an MLP."""
+    from mmkv.engine.backends.cuda.kernels import pointwise_triton as ours
+
+    ours.gated(_numbers(dtype, 2, 2 * width), activation)
+
+
+def turned(dim: int = 128, dtype: str = "bfloat16", norm: bool = True) -> None:
+    """Norm and RoPE of a chunk's heads."""
+    from mmkv.engine.backends.cuda.kernels import pointwise_triton as ours
+
+    heads, angles = _numbers(dtype, 64, 40, dim), _numbers(dtype, 64, dim)
+    ours.turned(heads, _numbers(dtype, 40, dim) if norm else None, 1e-6, (angles, angles))
+
+
+def merged(dim: int = 128, dtype: str = "bfloat16") -> None:
+    """Attention to a chunk and to what was before it, together."""
+    from mmkv.engine.backends.cuda.kernels import pointwise_triton as ours
+
+    part = _numbers(dtype, 32, 64, dim), torch.zeros(32, 64)
+    ours.merged(*part, *part)
+
+
+def draw(vocab: int = 151_936) -> None:
+    """A token's noise and its choice."""
+    from mmkv.engine.backends.cuda.kernels import sample_triton as ours
+
+    noise = ours.uniform(_integers(2), _integers(2))
+    ours.sample(torch.zeros(2, vocab), SamplingColumns.idle(2, torch.device("cpu")), noise)
+
+
+def experts(tokens: int, dtype: str = "bfloat16") -> None:
+    """Eight of 128 experts for each token."""
+    from mmkv.engine.backends.cuda.kernels import experts_triton as ours
+
+    x, chosen = _numbers(dtype, tokens, 256), _integers(tokens, 8)
+    ours.experts(x, chosen, _numbers(dtype, 128, 192, 256), _numbers(dtype, 128, 256, 96))
+
+
+def product(bits: int, tokens: int, dtype: str = "bfloat16") -> None:
     """States by a matrix [4096, 4096] in 8 or 4 bits, or by bfloat16 rows with 16."""
     from mmkv.engine.backends.cuda.kernels import product_triton as ours
 
-    types = {"out": _KINDS[dtype], "bias": _KINDS[dtype], "tokens": "i32"}
-    constants: dict[str, Any] = ours.sizes(tokens) | {"ROWS": 4096, "BIASED": True}
-    warps, whole = constants.pop("num_warps"), bits < 16
-    if whole:
-        types |= {"codes": "*i8", "steps": "*fp32", "scales": "*bf16"}
-        types |= {"weight": {8: "*i8", 4: "*u8"}[bits]}
-        constants |= {"BLOCKS": 128, "BITS": bits}
+    x, bias = _numbers(dtype, tokens, 4096), _numbers(dtype, 4096)
+    if bits == 16:
+        ours.multiply_rounded(x, _numbers("bfloat16", 4096, 4096), bias)
     else:
-        types, constants = types | {"x": "*bf16", "weight": "*bf16"}, constants | {"WIDTH": 4096}
-    kernel = "integer_kernel" if whole else "bf16_kernel"
-    name = f"product in {bits} bits, {tokens} tokens, {_short(dtype)}"
-    return CompiledCase(name, ours.__name__, kernel, types, constants, warps, fuses=not whole)
+        kind = INTEGERS[bits]
+        ours.multiply(x, kind(*kind.empty(4096, 4096), (4096, 4096), 0.0), bias)
 
 
-def window(kernel: str, queries: int, dtype: torch.dtype, head_dim: int = 128) -> CompiledCase:
-    """Scores by the last 64 queries of each head (or 16), G heads a KV head: ``queries`` rows."""
-    from mmkv.engine.backends.cuda.kernels import window_scores_triton as ours
+def delta(dtype: str = "bfloat16", heads: int = 32, dim: int = 128) -> None:
+    """A step and a chunk of linear layers, and their convolutions."""
+    from mmkv.engine.backends.cuda.kernels import delta_triton as ours
 
-    types = {"query": _KINDS[dtype], "keys": _KINDS[dtype], "position": "*i32"}
-    types |= dict.fromkeys(("query_position", "length", "table", "seqs"), "*i64")
-    types |= {"partial": "*fp32", "out": "*fp32", "scale": "fp32"}
-    constants: dict[str, Any] = ours.sizes(queries, head_dim, dtype)
-    warps = constants.pop("num_warps")
-    constants |= {"ROWS": 288, "QUERIES": queries, "WINDOW": 16 if queries <= 128 else 64}
-    constants |= {"DIM": head_dim, "PAGE": 16, "PAGES": 64, "SPLITS": 4}
-    name = f"window {kernel}, {queries} queries, {_short(dtype)}"
-    return CompiledCase(name, ours.__name__, f"{kernel}_kernel", types, constants, warps)
-
-
-def _form(bits: tuple[int, int]) -> str:
-    return "" if bits == (0, 0) else f", codes of {bits[0]} and {bits[1]} bits"
+    for tokens in (2, 64):
+        q, k = (_numbers(dtype, tokens, heads // 2, dim) for _ in range(2))
+        v, rate = _numbers(dtype, tokens, heads, dim), torch.zeros(tokens, heads)
+        x, taps = _numbers(dtype, tokens, 8192), _numbers(dtype, 8192, 4)
+        if tokens == 2:
+            ours.delta_step(q, k, v, rate, rate, torch.zeros(4, heads, dim, dim), _integers(2))
+            ours.conv_step(x, taps, _numbers(dtype, 4, 8192, 3), _integers(2))
+        else:
+            ours.delta_chunk(q, k, v, rate, rate, torch.zeros(heads, dim, dim))
+            ours.causal_conv(x, taps, _numbers(dtype, 8192, 3))
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def capacity(packed: bool) -> None:
+    """What the gates of training retain, and its gradient; of one document or of several."""
+    from mmkv.training import capacity_triton as ours
+
+    log_beta = torch.zeros(4, 500, requires_grad=True)
+    ours.retained_counts(log_beta, _integers(500) if packed else None).sum().backward()
 
 
-def cases() -> list[CompiledCase]:
-    """Return what the table holds: the kernels that need most, in the sizes of 8B models."""
-    whole = torch.float32
-    return [
-        *(decode(group) for group in (1, 4, 20)),
-        *(decode(4, bits=bits) for bits in ((8, 8), (4, 4))),
-        decode(4, 16, dtype=whole),
-        *(prefill(queries) for queries in (64, 2048)),
-        *(prefill(queries, (4, 4)) for queries in (64, 2048)),
-        prefill(2048, dtype=whole),
-        *(store(group) for group in (4, 8)),
-        *(product(bits, tokens) for bits in (8, 4) for tokens in (1, 64, 2048)),
-        product(16, 2048, whole),
-        *(
-            window(kernel, queries, dtype)
-            for kernel in ("lse", "probability")
-            for queries, dtype in ((64, torch.bfloat16), (448, torch.bfloat16), (448, whole))
-        ),
-    ]
+LAUNCHES = {
+    made.__name__: made
+    for made in (
+        *(decode, prefill, write_gated, store, window, append, worklist, evict, evict_to_shares),
+        *(drop, norm, gated, turned, merged, draw, experts, gates, product, delta, capacity),
+    )
+}
 
 
-def measured(architectures: Iterable[int]) -> list[dict[str, Any]]:
-    """Compile all cases; a row for each case and architecture."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for case in cases():
-            for arch in architectures:
-                code = compile_kernel(case, arch, Path(folder))
-                numbers = {name: getattr(code, name) for name in ("registers", "spills", "shared")}
-                fits = code.shared <= SHARED_LIMITS[arch]
-                rows.append({"kernel": case.name, "arch": arch, **numbers, "fits": fits})
-                print(f"{case.name}, sm_{arch}: {numbers}{'' if fits else ' TOO MUCH'}", flush=True)
+@dataclass(frozen=True)
+class Case:
+    """A call of one of ``LAUNCHES``."""
+
+    launch: str
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.launch, *(f"{name}={at}" for name, at in self.settings.items())])
+
+    def variants(self) -> list[Variant]:
+        """Return what the call launches, each once."""
+        with recording() as seen:
+            LAUNCHES[self.launch](**self.settings)
+        return list(seen)
+
+
+def cases() -> Iterator[Case]:
+    """Return what the table holds: every kernel with all that its code depends on."""
+
+    def case(launch: str, **settings: Any) -> Case:
+        return Case(launch, settings)
+
+    for dim, form, dtype in every(DIMS, STORED, DTYPES):
+        if form != "auto" and dtype != "bfloat16" and dim not in (128, 256):
+            continue  # the hardest to fit say enough
+        stored = {"dim": dim, "form": form, "dtype": dtype}
+        yield case("decode", **stored)
+        for tokens in (16, 2048):
+            yield case("prefill", tokens=tokens, **stored)
+        yield case("store", **stored)
+        yield case("drop", **stored)
+    for dim, dtype in every(DIMS, DTYPES):
+        yield case("turned", dim=dim, dtype=dtype)
+        yield case("merged", dim=dim, dtype=dtype)
+        yield case("write_gated", dim=dim, dtype=dtype)
+        for queries, group in ((16, 4), (64, 7)):
+            yield case("window", queries=queries, group=group, dim=dim, dtype=dtype)
+    for group in (1, 8, 20):
+        yield case("decode", group=group)
+        yield case("store", group=group)
+    yield case("decode", window=1024, dim=256, group=2)
+    yield case("decode", gap=136, lse=True)
+    yield case("prefill", tokens=2048, gap=136)
+    yield case("store", norm=False)
+    yield case("turned", norm=False)
+    yield case("draw")
+    for batch in (1, 16, 64):
+        yield case("append", batch=batch)
+        yield case("worklist", batch=batch)
+    for policy in ("dbtrimkv", "trimkv", "streamingllm", "balanced"):
+        yield case("evict", policy=policy, every=16)
+    for ahead in (2, 128, float("inf")):
+        yield case("evict", policy="dbtrimkv", lookahead=ahead)
+    for policy, groups, floors in (
+        ("h2o", LAYERS * HEADS, False),
+        ("snapkv", 1, True),
+        ("snapkv", LAYERS, True),
+    ):
+        yield case("evict_to_shares", policy=policy, groups=groups, floors=floors)
+    for dtype in DTYPES:
+        for width in (576, 2560, 4096, 8192):
+            yield case("norm", width=width, dtype=dtype)
+        yield case("norm", width=4096, dtype=dtype, add=False)
+        for activation in ("silu", "gelu_tanh"):
+            yield case("gated", width=12288, dtype=dtype, activation=activation)
+        for bits, tokens in every((8, 4, *((16,) if dtype == "float32" else ())), (1, 64, 2048)):
+            yield case("product", bits=bits, tokens=tokens, dtype=dtype)
+        for tokens in (16, 4096):
+            yield case("experts", tokens=tokens, dtype=dtype)
+        yield case("gates", dtype=dtype)
+        yield case("delta", dtype=dtype)
+    for packed in (False, True):
+        yield case("capacity", packed=packed)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an architecture's compiler made of a launch of a case."""
+
+    case: str
+    arch: int
+    code: Code
+
+    @property
+    def place(self) -> list[str]:
+        return [self.case, self.code.kernel, f"sm_{self.arch}"]
+
+    @property
+    def fits(self) -> bool:
+        return self.code.shared <= SHARED_LIMITS[self.arch]
+
+
+def measured(wanted: Iterable[Case], architectures: Sequence[int]) -> Iterator[Found]:
+    """Compile each distinct launch of some cases once for each architecture."""
+    known: set[Variant] = set()
+    for case in wanted:
+        for variant in case.variants():
+            if variant not in known:
+                known.add(variant)
+                for arch in architectures:
+                    yield Found(case.name, arch, replace(compiled(variant, arch), ptx=""))
+
+
+def most(found: Sequence[Found]) -> list[list[str]]:
+    """Return for each kernel and card what a launch takes at most, the heading first."""
+    rows = [["kernel", "card", "launches", *NUMBERS]]
+    for kernel, arch in sorted({(one.code.kernel, one.arch) for one in found}):
+        codes = [one.code for one in found if (one.code.kernel, one.arch) == (kernel, arch)]
+        numbers = (max(getattr(code, name) for code in codes) for name in NUMBERS)
+        rows.append([kernel, f"sm_{arch}", *(f"{number:,}" for number in (len(codes), *numbers))])
     return rows
+
+
+def spilled(found: Sequence[Found]) -> list[list[Any]]:
+    """Return the launches that spill: case, kernel, and bytes for each of ``SHARED_LIMITS``."""
+    launches: dict[tuple[str, str], list[int]] = {}
+    for one in found:
+        launches.setdefault((one.case, one.code.kernel), []).append(one.code.spills)
+    return [[*launch, *spills] for launch, spills in launches.items() if any(spills)]
 
 
 def main() -> None:
@@ -296,32 +458,24 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=list(SHARED_LIMITS))
-    parser.add_argument("--out", type=Path, default=RESULTS / "kernel-code.json")
+    parser.add_argument("--only", choices=LAUNCHES)
     args = parser.parse_args()
-    known = json.loads(args.out.read_text()) if args.out.exists() else {}
-    known |= {
-        "command": "python -m benchmarks.bench.kernel_code",
-        "shared_limits": {f"sm_{arch}": limit for arch, limit in SHARED_LIMITS.items()},
-    }
-    known.setdefault("triton", {})[triton.__version__] = measured(args.arch)
-    args.out.write_text(json.dumps(known, indent=1) + "\n")
-    table("kernels", *worst(known))
-
-
-def worst(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows: for each Triton and card the most that a kernel takes."""
-    columns = ["Triton", "card", "kernels", "fit", "spill", "registers", "spilled B", "shared B"]
-    rows = []
-    for version, measurements in sorted(found["triton"].items()):
-        for arch in sorted({row["arch"] for row in measurements}):
-            mine = [row for row in measurements if row["arch"] == arch]
-            counts = [
-                len(mine),
-                *(sum(map(bool, (r[n] for r in mine))) for n in ("fits", "spills")),
-            ]
-            most = [max(row[name] for row in mine) for name in ("registers", "spills", "shared")]
-            rows.append([version, f"sm_{arch}", *(f"{n:,}" for n in (*counts, *most))])
-    return columns, rows
+    wanted = [case for case in cases() if args.only in (None, case.launch)]
+    found = []
+    for one in measured(wanted, args.arch):
+        found.append(one)
+        numbers = ", ".join(f"{getattr(one.code, name):,} {name}" for name in NUMBERS)
+        print(*one.place, numbers, "" if one.fits else "TOO MUCH", flush=True)
+    if args.only is None and args.arch == list(SHARED_LIMITS):
+        write_results(
+            RESULTS / "kernel-code.json",
+            {"triton": triton.__version__, "shared_limits": SHARED_LIMITS},
+            {
+                "spilled": spilled(found),
+                "too_large": [[*one.place, one.code.shared] for one in found if not one.fits],
+            },
+            {"kernel-code": most(found)},
+        )
 
 
 if __name__ == "__main__":

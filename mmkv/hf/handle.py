@@ -37,6 +37,7 @@ from mmkv.engine.model.weights import DecoderWeights, separate
 from mmkv.engine.policies import Policy, make_policy
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.scorer_state import tap_layers
+from mmkv.engine.system import require_card
 from mmkv.hf.cache import RetainedCache
 from mmkv.hf.generate import Call
 from mmkv.shipped import with_shipped_gates
@@ -348,6 +349,7 @@ def _checked(model: object) -> type[Family] | None:
         raise ModelError(
             f"the model lies on {', '.join(sorted(places))}; load it whole on one device"
         )
+    require_card(model.device)
     text_model: Any = model if family is None else family.text_model(model)
     kinds = {parameter.dtype for parameter in text_model.parameters()}
     if len(kinds) > 1 or not kinds <= set(_DTYPES):

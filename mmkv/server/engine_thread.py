@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
+import torch
+
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.errors import STOPS, BudgetError, MmkvError, SessionError, as_exception
+from mmkv.engine.runtime import Runtime
 from mmkv.engine.system import keep_freed, resident_bytes
 from mmkv.resources import BUNDLED_NOTE
 from mmkv.sampling import Sampling
@@ -488,6 +491,8 @@ class EngineCore:
         _set_aside(engine)
         if engine.device.type == "cpu":
             keep_freed()
+        if settings.warm and engine.device.type == "cuda":
+            compile_kernels(engine)
         if settings.warm and engine.processor.sees:
             _show_a_picture(engine)
         self.settings, self.footprint = fitted(engine, settings)
@@ -626,6 +631,22 @@ def _set_aside(engine: Engine) -> None:
         raise BudgetError(
             f"the cache may take {size / 2**30:,.1f} GiB, which are not free; lower --memory"
         ) from error
+
+
+def compile_kernels(engine: Runtime) -> None:
+    """Read chunks of all sizes and decode a burst, so that no request waits for Triton's compiler.
+
+    Later batches, draws and lengths are compiled no more (tests/engine/backends/test_variants.py).
+    Graphs are captured when a batch first needs one: a pool that grows would void them.
+    """
+    session = engine.session()
+    try:
+        with contextlib.suppress(MmkvError):
+            for count in (engine.prefill_chunk + 70, 3, 20, 40):
+                session.prefill({"input_ids": torch.zeros(1, count, dtype=torch.int64)})
+            engine.decode_many([session], [0], 20)  # longer than an interval: one step evicts
+    finally:
+        session.close()
 
 
 def _show_a_picture(engine: Engine) -> None:

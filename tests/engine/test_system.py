@@ -18,6 +18,8 @@ import torch
 from mmkv.engine import system
 from mmkv.engine.backends.cuda import GraphRunner, kernels
 from mmkv.engine.backends.cuda.kernels.available import in_triton
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.families.loading import load
 from mmkv.engine.model.product import INTEGERS
 from mmkv.engine.system import exact_products
 from tests.support.bursts import Bursts
@@ -105,6 +107,33 @@ def test_training_launches_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyP
     tensor = SimpleNamespace(shape=(1, 5), device=SECOND)
     ours._launch(kernel, tensor, None, None)
     assert seen == [SECOND] and current.device.index == 0
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "said"),
+    [("6.4", (9, 4), "AMD"), (None, (7, 5), "Old card has compute capability 7.5 .* 8.0")],
+)
+def test_cards_that_the_kernels_are_not_for_are_refused(
+    hip: str | None, capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old card")
+    with pytest.raises(ModelError, match=said) as refused:
+        system.require_card(SECOND)
+    assert "\n" not in str(refused.value)
+    assert "--device cpu" in str(refused.value)
+    system.require_card(torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    system.require_card(SECOND)
+
+
+def test_a_model_is_not_read_for_such_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ModelError, match="AMD"):
+        load("no such folder", device="cuda")
 
 
 class FakeCuda:

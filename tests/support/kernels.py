@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -20,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.bench.kernel_code import Code, CompiledCase
+from benchmarks.bench.recorded_launches import Code
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import PageTables
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction
@@ -78,7 +77,7 @@ def is_triton(form: Callable[..., Any]) -> bool:
 def _compiler() -> subprocess.Popen[str]:
     """Start one process for all kernels; it loads torch and Triton once."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.hopper_compiler"]
+    command = [sys.executable, "-m", "tests.support.compiled_launches"]
     root = Path(__file__).resolve().parents[2]
     return subprocess.Popen(
         command,
@@ -90,34 +89,27 @@ def _compiler() -> subprocess.Popen[str]:
     )
 
 
-def compile_for_hopper(
-    module: str,
-    kernel: str,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    num_warps: int,
-    folder: Path,
-    aligned: bool = True,
-) -> Code:
-    """Compile a kernel for sm_90a, as the launcher would; see :class:`CompiledCase`."""
-    case = CompiledCase(kernel, module, kernel, types, constants, num_warps, aligned=aligned)
-    return compile_case(case, folder)
-
-
-def compile_case(case: CompiledCase, folder: Path, arch: int = 90) -> Code:
-    """Compile a kernel for an architecture, in a process where it is no interpreter's."""
+def asked(**request: Any) -> Any:
+    """Return what ``tests.support.compiled_launches`` makes of a request."""
     process = _compiler()
     assert process.stdin is not None and process.stdout is not None
-    request = dataclasses.asdict(case) | {"arch": arch, "folder": str(folder)}
     print(json.dumps(request), file=process.stdin, flush=True)
     reply = json.loads(process.stdout.readline())
     assert "error" not in reply, reply["error"]
-    code = Code(**reply)
-    print(
-        f"{case.name} {case.constants}: {code.registers} registers, {code.spills} B spilled, "
-        f"{code.shared} B shared"
-    )
-    return code
+    return reply["made"]
+
+
+def compiled(launch: str, arch: int = 90, **settings: Any) -> list[Code]:
+    """Compile all that one of ``benchmarks.bench.kernel_code.LAUNCHES`` launches."""
+    codes = [
+        Code(**code) for code in asked(kind="codes", launch=launch, arch=arch, settings=settings)
+    ]
+    for code in codes:
+        print(
+            f"{code.kernel}: {code.warps} warps, {code.registers} registers, "
+            f"{code.spills} B spilled, {code.shared} B shared"
+        )
+    return codes
 
 
 # An eager cache and the same cache as device tensors, for the tests of append and evict.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import tempfile
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cpu import available, reason
+from mmkv.engine.backends.cuda.kernels import product
 from mmkv.engine.cache import COLUMNS, RaggedCache
 from mmkv.engine.model.product import Product
 from mmkv.engine.policies import make_policy
@@ -71,6 +73,14 @@ def engine_for(model: str, policy: str = "dbtrimkv", ahead: float = 2, **options
     return Runtime(
         disk.family, disk.spec, disk.decoder.weights, policy=make_policy(policy, ahead), **options
     )
+
+
+def rounded_engine(model: str, form: str, prefill_chunk: int = 16) -> Runtime:
+    """An engine with weights in fewer bits that are multiplied as on a GPU, not in C."""
+    disk = load(checkpoint(model), weights=form)
+    weights = dataclasses.replace(disk.decoder.weights, product=product.product_for(form))
+    parts, policy = (disk.family, disk.spec, weights, disk._gates), make_policy("dbtrimkv")
+    return Runtime(*parts, policy, budget=12, prefill_chunk=prefill_chunk, page_size=8)
 
 
 def open_both(model: str, *policy: Any, **options: Any) -> tuple[CachedSequence, CachedSequence]:

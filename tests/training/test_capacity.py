@@ -9,7 +9,6 @@ terms are positive), and for the gradient relative to the sum of its terms' abso
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from mmkv.training.capacity import (
     retained_total,
     retained_total_grouped,
 )
-from tests.support.kernels import DEVICE, compile_for_hopper, needs_compiler, triton_form
+from tests.support.kernels import DEVICE, compiled, needs_compiler, triton_form
 from tests.support.tiers import long_but, slow_but
 
 TOLERANCE = 32 * 2.0**-24
@@ -270,14 +269,7 @@ def test_bad_arguments_are_named() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kernel", ["forward_kernel", "backward_kernel"])
-def test_kernels_fit_a_hopper_sm(kernel: str, packed: bool, tmp_path: Path) -> None:
+def test_kernels_fit_a_hopper_sm(packed: bool) -> None:
     """No spills; 2 programs of 8 warps per SM and more: <= 128 registers, <= 1 KB shared."""
-    from mmkv.training import capacity_triton as ours
-
-    types = {"log_beta": "*fp32", "starts": "*i64" if packed else "*fp32", "steps": "i32"}
-    types |= {"grad": "*fp32", "out": "*fp32"}
-    constants = {"PACKED": packed, "BLOCK": ours.BLOCK}
-    module = "mmkv.training.capacity_triton"
-    report = compile_for_hopper(module, kernel, types, constants, ours.WARPS, tmp_path, False)
-    assert report.spills == 0 and report.registers <= 128 and report.shared <= 1024
+    for report in compiled("capacity", packed=packed):
+        assert report.spills == 0 and report.registers <= 128 and report.shared <= 1024

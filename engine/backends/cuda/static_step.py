@@ -559,6 +559,7 @@ class GraphRunner:
                 slack = self.model.interval.slack(allowed, rows)
                 most = min(most, max(allowed + slack, entries) + rows)
             largest = max(largest, most)
+            # States of linear layers count as pages, but none of the pool's holds them.
             pages += (most + rows * (size - 1)) // size
         return max(pages - held, 0), largest
 

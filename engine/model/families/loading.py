@@ -52,6 +52,7 @@ from mmkv.engine.model.stored import (
     read_text_weights,
 )
 from mmkv.engine.model.weights import DecoderWeights, require_finite
+from mmkv.engine.system import require_card
 
 _DTYPES = {
     "float32": torch.float32,
@@ -97,7 +98,9 @@ def load(
         ModelError: nothing there, unreadable or incomplete files, or an unsupported model; or a
             form that is not for it.
     """
-    where, source = resolve_device(device), locate(str(path_or_hub_id))
+    where = resolve_device(device)
+    require_card(where)
+    source = locate(str(path_or_hub_id))
     name = str(path_or_hub_id) if label is None else label
     # A file with wrong values can make libraries raise nearly anything.
     with _explaining(name, source):

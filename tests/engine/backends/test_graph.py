@@ -26,18 +26,17 @@ from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.cache import COLUMNS
 from mmkv.engine.errors import BudgetError, ContextError
-from mmkv.engine.policies import Budget, make_policy
+from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.resources import bundled_model
 from mmkv.session import Session
 from tests.support.bursts import Bursts, eager, grow_one_column, opened, same, states
-from tests.support.factories import checkpoint
 from tests.support.host_reads import HostReads, host_reads
 from tests.support.kernels import HAS_TRITON, INTERPRETED
-from tests.support.native import POLICIES, content, engine_for
+from tests.support.native import POLICIES, content, engine_for, rounded_engine
 from tests.support.policies import STATIC
-from tests.support.sessions import assert_same_rows, load, state, text_ids
+from tests.support.sessions import assert_same_rows, state, text_ids
 from tests.support.tiers import long_but
 
 __all__ = ["host_reads"]
@@ -55,12 +54,14 @@ def test_the_static_step_is_the_eager_step_in_fewer_bits(model: str, kv: str) ->
     same(one, two)
 
 
-def rounded_engine(model: str, form: str) -> Runtime:
-    """An engine with weights in fewer bits that are multiplied as on a GPU, not in C."""
-    disk = load(checkpoint(model), weights=form)
-    weights = dataclasses.replace(disk.decoder.weights, product=product.product_for(form))
-    parts, policy = (disk.family, disk.spec, weights, disk._gates), make_policy("dbtrimkv")
-    return Runtime(*parts, policy, budget=12, prefill_chunk=16, page_size=8)
+def test_a_burst_of_a_hybrid_has_all_its_pages() -> None:
+    """States of linear layers are no pages that the new entries could take."""
+    engine = engine_for("qwen3_5", budget=500)
+    bursts, session = Bursts(engine), engine.session()
+    for count in (5, 400):
+        session.prefill({"input_ids": text_ids(count, 1)[None]})
+        assert len(bursts.decode([session], [5], 40)[0]) == 40
+    assert session.entries == engine.spec.rows * 485
 
 
 @pytest.mark.parametrize(("model", "form"), [("qwen3_vl", "int8"), ("llama_biased", "int4")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.bench.kernel_code import SHARED_LIMITS, decode, prefill, window
+from benchmarks.bench.kernel_code import SHARED_LIMITS
 from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
 from mmkv.engine.backends.cuda.kernels.decode_attention import empty_partials
 from mmkv.engine.backends.cuda.kernels.pointwise import merged
@@ -29,8 +29,7 @@ from tests.support.kernels import (
     Paged,
     attention,
     beside_a_sink,
-    compile_case,
-    compile_for_hopper,
+    compiled,
     forms,
     is_triton,
     needs_compiler,
@@ -122,6 +121,7 @@ def test_equals_dense_attention(form, lengths, runs) -> None:
         (96, 3, 16, 32),
         (128, 7, 32, 16),
         (128, 4, 16, 64),
+        (256, 2, 16, 16),
         (32, 20, 16, 32),  # more than the 16 rows of the smallest matrix product
         (32, 40, 16, 32),
     ],
@@ -297,35 +297,34 @@ def test_a_long_row_is_merged_from_many_pieces(form) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)])
-def test_decode_kernel_of_fewer_bits_fits_a_hopper_sm(bits, dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["int8", "k8v4", "int4"])
+def test_decode_kernel_of_fewer_bits_fits_a_hopper_sm(form: str) -> None:
     """Three programs of 4 warps per multiprocessor at least. ptxas spills one register, out and in,
     to stay at 128 with 8 bits.
     """
-    code = compile_case(decode(4, bits=bits, dtype=dtype), tmp_path)
+    (code,) = compiled("decode", form=form)
     assert code.spills <= ONE_SPILL and code.registers <= 168 and code.shared <= 56 * 1024
 
 
 @needs_compiler
-def test_decode_kernel_with_a_window_fits_a_hopper_sm(tmp_path: Path) -> None:
+def test_decode_kernel_with_a_window_fits_a_hopper_sm() -> None:
     """Heads of 256 as Gemma 3 has them: three programs per multiprocessor at least."""
-    code = compile_case(decode(2, 16, 256, window=1024), tmp_path)
-    assert code.spills <= ONE_SPILL and code.registers <= 168 and code.shared <= 56 * 1024
+    (code,) = compiled("decode", group=2, dim=256, window=1024)
+    assert code.spills <= ONE_SPILL and code.registers <= 168 and code.shared <= 64 * 1024
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("group", "tile", "dim", "gap"),  # inside vLLM value and 16 bytes lie behind a key
-    [(4, 32, 128, 0), (8, 32, 128, 0), (1, 64, 64, 0), (4, 32, 128, 136)],
+    ("group", "dim", "gap"),  # inside vLLM value and 16 bytes lie behind a key
+    [(8, 128, 0), (1, 64, 0), (4, 128, 136)],
 )
-def test_decode_kernel_fits_a_hopper_sm(group, tile, dim, gap, tmp_path: Path) -> None:
+def test_decode_kernel_fits_a_hopper_sm(group: int, dim: int, gap: int) -> None:
     """Four programs of 4 warps per multiprocessor: 128 registers, 56 KiB of shared memory.
 
     Also that two tiles are on their way while one is in use: the loop waits for all but the
     youngest groups of copies.
     """
-    code = compile_case(decode(group, tile, dim, gap=gap), tmp_path)
+    (code,) = compiled("decode", group=group, dim=dim, gap=gap)
     assert code.spills <= ONE_SPILL and code.registers <= 128 and code.shared <= 56 * 1024
     assert "cp.async.cg.shared.global" in code.ptx
     assert "cp.async.wait_group \t3" in code.ptx
@@ -379,7 +378,8 @@ def test_prefill_reads_entries_with_gaps(form) -> None:
 
 @pytest.mark.parametrize("form", PREFILL_FORMS)
 @pytest.mark.parametrize(
-    ("dim", "group", "page"), [(32, 8, 8), (64, 1, 64), (96, 3, 16), (128, 7, 32), (128, 4, 16)]
+    ("dim", "group", "page"),
+    [(32, 8, 8), (64, 1, 64), (96, 3, 16), (128, 7, 32), (128, 4, 16), (256, 2, 16)],
 )
 def test_prefill_shapes(form, dim, group, page) -> None:
     """The second sequence's second layer; heads, layers and sequences must not be mixed up."""
@@ -390,21 +390,26 @@ def test_prefill_shapes(form, dim, group, page) -> None:
 
 @pytest.mark.parametrize("form", PREFILL_FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [9, 40])
-def test_prefill_half_precision(form, dtype, count) -> None:
-    """Both block sizes of half precision: up to 64 queries per KV head, and more."""
-    cache = paged(torch.tensor([[[150, 9]]]), 16, 64, dtype, DEVICE)
-    check(form, cache, prefill_queries(8, count, 64, dtype))
+@pytest.mark.parametrize(("count", "dim"), [(9, 64), (40, 64), (40, 256)])
+def test_prefill_half_precision(form, dtype, count, dim) -> None:
+    """All block sizes of half precision: up to 64 queries per KV head, more, heads of 256."""
+    cache = paged(torch.tensor([[[150, 9]]]), 16, dim, dtype, DEVICE)
+    check(form, cache, prefill_queries(8, count, dim, dtype))
 
 
 @pytest.mark.parametrize("form", PREFILL_FORMS)
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(8, 8), (8, 4), (4, 4), (16, 16), (4, 8)])
 @pytest.mark.parametrize(
-    ("dim", "dtype"), [(32, torch.float32), (96, torch.float32), (64, DTYPES[-1])], ids=str
+    ("dim", "dtype"),
+    [(32, torch.float32), (96, torch.float32), (64, DTYPES[-1]), (256, DTYPES[-1])],
+    ids=str,
 )
 def test_prefill_fewer_bits(form, key_bits, value_bits, dim, dtype) -> None:
+    """What the codes stand for is rounded to the dtype in the reference: the more, the longer."""
     cache = paged(torch.tensor([[[70, 0]]]), 16, dim, dtype, DEVICE)
-    check(form, rounded(cache, key_bits, value_bits), prefill_queries(6, 11, dim, dtype), wider=4)
+    wider = 8 if dim == 256 else 4
+    query = prefill_queries(6, 11, dim, dtype)
+    check(form, rounded(cache, key_bits, value_bits), query, wider=wider)
 
 
 @pytest.mark.parametrize("form", PREFILL_FORMS)
@@ -459,47 +464,43 @@ def test_queries_that_lie_further_apart_than_32_bits_count(form) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)])
-@pytest.mark.parametrize("queries", [64, 2048])
-def test_kernel_of_fewer_bits_fits_a_hopper_sm(queries, bits, dtype, tmp_path: Path) -> None:
-    """No spills (Triton 3.8: 68 bytes), and as many programs as fit with plain pages."""
-    case = prefill(queries, bits, dtype)
-    code = compile_case(case, tmp_path)
-    assert code.spills <= 68 and code.registers <= 255
-    assert code.shared <= (113 if case.num_warps == 4 else 227) * 1024
+@pytest.mark.parametrize("tokens", [16, 512])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_prefill_kernel_of_fewer_bits_fits_a_hopper_sm(tokens: int, form: str) -> None:
+    """No spills, and as many programs as fit with plain pages."""
+    (code,) = compiled("prefill", tokens=tokens, form=form)
+    assert code.spills == 0 and code.shared <= (113 if code.warps == 4 else 227) * 1024
 
 
 @needs_compiler
-@pytest.mark.parametrize(("queries", "gap"), [(64, 0), (2048, 0), (2048, 136)])
-def test_kernel_fits_a_hopper_sm(queries, gap, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tokens", "gap"), [(16, 0), (512, 0), (512, 136)])
+def test_prefill_kernel_fits_a_hopper_sm(tokens: int, gap: int) -> None:
     """Two programs per SM for short chunks, one of 8 warps else; Hopper's own matrix products."""
-    case = prefill(queries, gap=gap)
-    code = compile_case(case, tmp_path)
-    assert code.spills == 0 and code.registers <= (256 if case.num_warps == 4 else 192)
-    assert code.shared <= (113 if case.num_warps == 4 else 227) * 1024
+    (code,) = compiled("prefill", tokens=tokens, gap=gap)
+    assert code.spills == 0 and code.shared <= (113 if code.warps == 4 else 227) * 1024
     assert "wgmma.mma_async" in code.ptx and "cp.async.wait_group \t2" in code.ptx
 
 
-# What takes most: Hopper's and Blackwell's matrix units have paths of their own, the rest shares
-# one, and of those sm_89 has the least memory, with sm_86 and sm_120.
+# What takes most. Hopper's matrix units have a path of their own, and so do Blackwell's; the rest
+# shares one, and of those sm_89 has the least memory, with sm_86 and sm_120.
 @needs_compiler
-@pytest.mark.parametrize("arch", [89, 90, 100])
+@pytest.mark.parametrize("arch", [89, 90])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("make", "arguments"),
+    ("launch", "settings"),
     [
-        (window, ("lse", 448, torch.bfloat16)),
-        (window, ("probability", 448, torch.bfloat16)),
-        (prefill, (2048, (0, 0), torch.float32)),
+        ("decode", {}),
+        ("prefill", {"tokens": 512}),
+        ("window", {"queries": 64, "group": 7}),
+        ("write_gated", {}),
     ],
-    ids=["lse", "probability", "prefill"],
 )
-def test_the_largest_programs_fit_every_card(make, arguments, arch, tmp_path: Path) -> None:
-    """SnapKV's window of 64 on Qwen2.5-VL-7B: 448 queries a KV head; and float32.
-
-    ``python -m benchmarks.bench.kernel_code`` does the same for all kernels and cards.
-    """
-    assert compile_case(make(*arguments), tmp_path, arch).shared <= SHARED_LIMITS[arch]
+def test_heads_of_256_fit_every_card(
+    launch: str, settings: dict[str, Any], dtype: str, arch: int
+) -> None:
+    """``python -m benchmarks.bench.kernel_code`` does the same for all launches and cards."""
+    for code in compiled(launch, arch, dim=256, dtype=dtype, **settings):
+        assert code.shared <= SHARED_LIMITS[arch] and code.spills == 0
 
 
 # The work list: every tile of every row is assigned once, in order, in equal runs.
@@ -597,17 +598,6 @@ def test_a_tile_is_a_fixed_number_of_bytes() -> None:
 
 
 @needs_compiler
-def test_worklist_kernel_fits_a_hopper_sm(tmp_path: Path) -> None:
-    types = dict.fromkeys(("seqs", "length"), "*i64")
-    types |= dict.fromkeys(("rows_out", "runs_out"), "*i32")
-    types |= dict.fromkeys(("rows", "runs", "layers"), "i32")
-    constants = {"HEADS": 8, "TILE": 32, "BLOCK_ROWS": 128, "BLOCK_RUNS": 32}
-    report = compile_for_hopper(
-        "mmkv.engine.backends.cuda.kernels.worklist_triton",
-        "worklist_kernel",
-        types,
-        constants,
-        4,
-        tmp_path,
-    )
-    assert report.spills == 0 and report.registers <= 168 and report.shared <= 4096
+def test_worklist_kernel_fits_a_hopper_sm() -> None:
+    (code,) = compiled("worklist")
+    assert code.spills == 0 and code.registers <= 168 and code.shared <= 4096

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.bench.kernel_code import CompiledCase
 from mmkv.engine.model import delta
 from tests.engine.backends.test_delta import SHAPES, drawn
-from tests.support.kernels import DEVICE, compile_case, compile_for_hopper, forms, needs_compiler
+from tests.support.kernels import DEVICE, compiled, forms, needs_compiler
 
 
 def assert_close(ours: Tensor, wanted: Tensor, most: float = 1e-5) -> None:
@@ -77,37 +75,9 @@ def test_the_convolution_of_a_chunk(form: Any, tokens: int) -> None:
 
 
 @needs_compiler
-def test_the_step_fits_a_hopper_sm(tmp_path: Path) -> None:
+def test_the_kernels_fit_a_hopper_sm() -> None:
     """bf16, heads of 128 x 128: nothing spilled, and an SM holds as many programs as it can."""
-    from mmkv.engine.backends.cuda.kernels import delta_triton
-
-    types = dict.fromkeys(("q", "k", "v", "out"), "*bf16")
-    types |= dict.fromkeys(("g", "beta", "states"), "*fp32")
-    types |= {"slot": "*i64"} | dict.fromkeys(("q_row", "k_row", "v_row"), "i32")
-    constants = delta_triton.sizes(128, 128) | {"HEADS": 16, "GROUP": 1}
-    module, warps = delta_triton.__name__, delta_triton.STEP_WARPS
-    code = compile_for_hopper(module, "step_kernel", types, constants, warps, tmp_path)
-    assert code.spills == 0 and code.registers <= 128 and code.shared <= 4096
-
-
-@needs_compiler
-@pytest.mark.parametrize("arch", [89, 90])
-@pytest.mark.parametrize("kernel", ["block_kernel", "chunk_kernel"])
-def test_a_chunk_fits_any_sm(kernel: str, arch: int, tmp_path: Path) -> None:
-    """bf16, heads of 128 x 128: nothing spilled, few bytes shared."""
-    from mmkv.engine.backends.cuda.kernels import delta_triton
-
-    parts = ("of_keys", "of_values", "of_queries", "newest", "within", "decay")
-    types = dict.fromkeys(parts, "*fp32") | {"tokens": "i32"}
-    size = {"HEADS": 32, "DK": 128, "DV": 128, "BLOCK": delta.BLOCK}
-    if kernel == "block_kernel":
-        types |= dict.fromkeys(("q", "k", "v"), "*bf16") | {"g": "*fp32", "beta": "*fp32"}
-        types |= dict.fromkeys(("q_row", "k_row", "v_row"), "i32")
-        size |= {"GROUP": 2, "EPS": delta.EPS}
-    else:
-        types |= {"state": "*fp32", "out": "*bf16"}
-        size |= {"COLUMNS": delta_triton.CHUNK_COLUMNS}
-    size["PART"], warps = delta_triton.PART, delta_triton.CHUNK_WARPS
-    case = CompiledCase(kernel, delta_triton.__name__, kernel, types, size, warps, num_stages=1)
-    code = compile_case(case, tmp_path, arch)
-    assert code.spills == 0 and code.shared <= 16_384
+    for code in compiled("delta"):
+        assert code.spills == 0 and code.shared <= 16_384
+        if code.kernel == "delta.step_kernel":
+            assert code.registers <= 128 and code.shared <= 4096

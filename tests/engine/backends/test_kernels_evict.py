@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import (
     BLOCK,
     MOST_TIES,
-    TURNS,
     EvictionBuffers,
     EvictionLimits,
     PageTables,
@@ -42,7 +40,7 @@ from tests.support.kernels import (
     ROWS,
     Machine,
     assert_same,
-    compile_for_hopper,
+    compiled,
     eager_cache,
     eager_counts,
     eager_evict,
@@ -486,82 +484,36 @@ def test_append_and_evict_in_one_cuda_graph(name: str) -> None:
     assert_same(cache, rows, columns)
 
 
-LONG, INT = "*i64", "*i32"
-LONGS = (
-    "seqs seen allowed length table top top_before stack plan dropped nan state "
-    "threshold above share floor recent"
-).split()
-INTS = ["starts", "keys", "ties", "counts", "freed", "position", "pool_position"]
-SCALARS = (
-    "rows width capacity batch_slots chunks slack most_entries most_seen "
-    "protect_first protect_recent groups per_group most_row free cells"
-).split()
-TYPES = (
-    dict.fromkeys(LONGS, LONG)
-    | dict.fromkeys(INTS, INT)
-    | dict.fromkeys(SCALARS, "i32")
-    | dict.fromkeys(["log_beta", "pool_log_beta"], "*fp32")
-    | {"pool_modality": "*u8", "pool_state": "*fp32"}
-    | dict.fromkeys(["pool_keys", "pool_values"], "*bf16")
-    | dict.fromkeys(["pool_key_scale", "pool_value_scale"], "*fp16")
-    | {"lookahead": "fp32", "given": "*fp32"}
-)
-SIZES = {
-    **dict.fromkeys(("KEY", "KEY_BLOCK", "VALUE", "VALUE_BLOCK"), 128),
-    **dict.fromkeys(("KEY_SCALE", "VALUE_SCALE", "STATE", "SHIFT"), 0),
-    **dict.fromkeys(("KEY_SCALE_BLOCK", "VALUE_SCALE_BLOCK", "STATE_BLOCK"), 1),
-    **{"PAGE": 16, "MOVES": 4, "ROWS": 512, "TURNS": TURNS, "BINS": 256, "STATES": 2},
-    **{"KNOWN": False, "FLOOR": 0.0},
+# The most registers and bytes of shared memory.
+MOST = {
+    "evict.plan_kernel": (40, 4096),
+    "evict.score_kernel": (96, 1024),
+    "select.guard_kernel": (80, 1024),
+    "select.group_kernel": (80, 16384),
+    "select.count_kernel": (80, 16384),
+    "evict.fill_kernel": (80, 1024),
+    "evict.pages_kernel": (40, 4096),
 }
-PLAN = {"BLOCK": 512, "PART": 0}
-# Module, kernel, what varies, warps; then the most registers and bytes of shared memory.
-BUDGETS = [
-    ("evict", "plan_kernel", PLAN | {"GROUPS": 1, "EACH": 512, "PART": 4, "FLOOR": 0.7}, 4, 40, 64),
-    ("evict", "plan_kernel", PLAN | {"GROUPS": 512, "EACH": 1}, 4, 40, 64),
-    ("evict", "plan_kernel", PLAN | {"GROUPS": 64, "EACH": 8, "KNOWN": True}, 4, 40, 64),
-    ("evict", "score_kernel", {"BLOCK": 256, "HORIZON": 1}, 2, 64, 64),
-    ("evict", "score_kernel", {"BLOCK": 256, "HORIZON": 2}, 2, 64, 64),
-    ("evict", "score_kernel", {"BLOCK": 256, "HORIZON": 3}, 2, 96, 64),
-    ("evict", "score_kernel", {"BLOCK": 256, "HORIZON": 4}, 2, 72, 64),
-    ("evict", "score_kernel", {"BLOCK": 256, "HORIZON": 5, "KNOWN": True}, 2, 64, 64),
-    ("evict", "score_kernel", {"BLOCK": 256, "HORIZON": 6, "KNOWN": True}, 2, 64, 1024),
-    ("select", "guard_kernel", {"BLOCK": 256}, 2, 80, 1024),
-    ("select", "group_kernel", {"BLOCK": BLOCK}, 8, 80, 16384),
-    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 0}, 8, 80, 16384),
-    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 3}, 8, 80, 16384),
-    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 7}, 8, 80, 16384),
-    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": TURNS}, 8, 64, 4096),
-    ("evict", "fill_kernel", {"BLOCK": 256, "PER_ROW": False}, 2, 64, 1024),
-    ("evict", "fill_kernel", {"BLOCK": 256, "PER_ROW": True}, 2, 80, 1024),
-    ("evict", "pages_kernel", {"BLOCK": 4096}, 8, 40, 4096),
-]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("module", "kernel", "sizes", "warps", "registers", "shared"), BUDGETS, ids=str
+    ("launch", "settings"),
+    [
+        ("evict", {"policy": "dbtrimkv", "lookahead": math.inf}),
+        ("evict", {"policy": "balanced:floor=0.7", "lookahead": 2, "every": 16}),
+        ("evict_to_shares", {"policy": "snapkv", "groups": 36, "floors": True}),
+        ("evict_to_shares", {"policy": "h2o", "groups": 288}),
+    ],
+    ids=str,
 )
-def test_kernels_fit_a_hopper_sm(
-    module: str,
-    kernel: str,
-    sizes: dict[str, Any],
-    warps: int,
-    registers: int,
-    shared: int,
-    tmp_path: Path,
-) -> None:
+def test_kernels_fit_a_hopper_sm(launch: str, settings: dict[str, Any]) -> None:
     """36 layers of 8 heads of 128 in bfloat16."""
-    report = compile_for_hopper(
-        f"mmkv.engine.backends.cuda.kernels.{module}_triton",
-        kernel,
-        TYPES,
-        SIZES | sizes,
-        warps,
-        tmp_path,
-    )
-    assert report.registers <= registers and report.spills <= ONE_SPILL
-    assert report.shared <= shared
-    if kernel == "score_kernel":
-        assert "fma.rn.f32" not in report.ptx, "a rounding that torch makes is left out"
-    if sizes.get("FLOOR"):
-        assert f"0d{struct.pack('>d', sizes['FLOOR']).hex().upper()}" in report.ptx, "in float64"
+    for code in compiled(launch, **settings):
+        registers, shared = MOST[code.kernel]
+        assert code.registers <= registers and code.spills <= ONE_SPILL
+        assert code.shared <= shared
+        if code.kernel == "evict.score_kernel":
+            assert "fma.rn.f32" not in code.ptx, "a rounding that torch makes is left out"
+        if code.kernel == "evict.plan_kernel" and "0.7" in settings["policy"]:
+            assert f"0d{struct.pack('>d', 0.7).hex().upper()}" in code.ptx, "in float64"

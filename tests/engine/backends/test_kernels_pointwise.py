@@ -9,7 +9,6 @@ there every rounding of the Triton form may cost one unit more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from mmkv.sampling import Sampling, distribution
 from tests.support.kernels import (
     DEVICE,
     INTERPRETED,
-    compile_for_hopper,
+    compiled,
     forms,
     is_triton,
     needs_compiler,
@@ -401,60 +400,23 @@ def test_sampling_is_captured_in_a_graph() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("width", [2560, 4096])
-def test_rms_norm_fits_a_hopper_sm(width: int, add: bool, tmp_path: Path) -> None:
+def test_rms_norm_fits_a_hopper_sm(add: bool) -> None:
     """bf16, 16 warps for d up to 4096: <= 40 registers, nothing spilled, 16-byte accesses."""
-    from mmkv.engine.backends.cuda.kernels import pointwise_triton
-
-    types = dict.fromkeys(("x", "residual", "gain", "normed", "total"), "*bf16")
-    types |= {"x_row": "i32", "residual_row": "i32", "eps": "fp32"}
-    report = compile_for_hopper(
-        pointwise_triton.__name__,
-        "rms_norm_kernel",
-        types,
-        {"ADD": add, "WIDTH": width, "BLOCK": 4096},
-        pointwise_triton.warps(4096),
-        tmp_path,
-    )
+    (report,) = compiled("norm", width=2560, add=add)
     assert report.spills == 0 and report.registers <= 40 and report.shared <= 128
     assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx
 
 
 @needs_compiler
-def test_swiglu_fits_a_hopper_sm(tmp_path: Path) -> None:
+def test_swiglu_fits_a_hopper_sm() -> None:
     """bf16, f of Qwen3-8B: <= 32 registers (full occupancy), no shared memory."""
-    from mmkv.engine.backends.cuda.kernels import pointwise_triton
-
-    report = compile_for_hopper(
-        pointwise_triton.__name__,
-        "gated_kernel",
-        {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32"},
-        {"WIDTH": 12288, "GELU": True, "BLOCK": pointwise_triton.BLOCK},
-        pointwise_triton.WARPS,
-        tmp_path,
-    )
+    (report,) = compiled("gated", width=12288, activation="gelu_tanh")
     assert report.spills == 0 and report.registers <= 32 and report.shared == 0
     assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx
 
 
 @needs_compiler
-def test_the_draw_fits_a_hopper_sm(tmp_path: Path) -> None:
+def test_the_draw_fits_a_hopper_sm() -> None:
     """Qwen3's vocabulary: nothing spilled, two programs of 8 warps on an SM."""
-    from mmkv.engine.backends.cuda.kernels import sample_triton
-    from mmkv.engine.backends.cuda.kernels.sample import greatest_weight
-
-    types = {"logits": "*fp32", "weight": "*i64", "top_k": "*i64", "top_p": "*fp32"}
-    types |= {"min_p": "*fp32", "noise": "*fp64", "sums": "*i64", "state": "*i64"}
-    types |= {"token": "*i64", "rows": "i32", "stage": "i32"}
-    vocab = 151_936
-    constants = {"VOCAB": vocab, "GREATEST": greatest_weight(vocab), "BITS": sample_triton.BITS}
-    constants |= {"BLOCK": sample_triton.BLOCK, "FIELDS": sample_triton._FIELDS}
-    code = compile_for_hopper(
-        sample_triton.__name__,
-        "sample_kernel",
-        types,
-        constants,
-        sample_triton.WARPS,
-        tmp_path,
-    )
-    assert code.spills == 0 and code.registers <= 128 and code.shared <= 16384
+    for code in compiled("draw"):
+        assert code.spills == 0 and code.registers <= 128 and code.shared <= 16384

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.bench.kernel_code import CompiledCase
-from benchmarks.bench.kernel_code import product as compiled_product
 from mmkv.engine.backends.cuda.kernels import product
 from mmkv.engine.model import product as reference
 from mmkv.engine.model.product import INTEGERS
 from mmkv.engine.model.rounded import BLOCK, IntegerMatrix, code_states
 from tests.support.kernels import (
     DEVICE,
-    compile_case,
-    compile_for_hopper,
+    compiled,
     forms,
     needs_compiler,
 )
@@ -137,26 +133,18 @@ def test_products_are_captured_in_a_graph(bits: int, tokens: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("case", "registers", "shared"),
-    [
-        (compiled_product(8, 1), 64, 20_000),
-        (compiled_product(4, 64), 96, 32_000),
-    ],
-    ids=lambda case: case.name if isinstance(case, CompiledCase) else "",
+    ("bits", "tokens", "registers", "shared"), [(8, 1, 80, 20_000), (4, 64, 96, 32_000)]
 )
-def test_products_fit_a_hopper_sm(
-    case: CompiledCase, registers: int, shared: int, tmp_path: Path
-) -> None:
-    """Tensor cores, nothing spilled or fused, and nothing in the loop that waits for memory.
-
-    ``python -m benchmarks.bench.kernel_code`` compiles more of them.
-    """
-    report = compile_case(case, tmp_path)
-    assert report.spills == 0 and report.registers <= registers and report.shared <= shared
-    assert ".s32.s8.s8" in report.ptx and "fma.rn.f32" not in report.ptx
+def test_products_fit_a_hopper_sm(bits: int, tokens: int, registers: int, shared: int) -> None:
+    """Tensor cores, nothing spilled or fused, and nothing in the loop that waits for memory."""
+    code, product = compiled("product", bits=bits, tokens=tokens)
+    assert code.spills == 0 and code.registers <= 48 and code.shared <= 2048
+    assert "st.global.v4.b32" in code.ptx or "st.global.v2.b32" in code.ptx
+    assert product.spills == 0 and product.registers <= registers and product.shared <= shared
+    assert ".s32.s8.s8" in product.ptx and "fma.rn.f32" not in product.ptx
     # Weights, their steps, states and theirs come through shared memory; the bias alone is loaded.
-    assert "cp.async" in report.ptx
-    assert "ld.global" not in report.ptx.split("mma.", 1)[0]
+    assert "cp.async" in product.ptx
+    assert "ld.global" not in product.ptx.split("mma.", 1)[0]
 
 
 @needs_compiler
@@ -170,17 +158,3 @@ def test_no_launch_lets_the_compiler_fuse(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(product_triton, name, kernel)
     product_triton.multiply(random(2, 40), INTEGERS[8].of(random(8, 40)))
     assert [each["enable_fp_fusion"] for each in options] == [False, False]
-
-
-@needs_compiler
-def test_rounding_states_fits_a_hopper_sm(tmp_path: Path) -> None:
-    from mmkv.engine.backends.cuda.kernels import product_triton
-
-    types = {"x": "*bf16", "codes": "*i8", "steps": "*fp32", "row_stride": "i32", "tokens": "i32"}
-    constants = {"WIDTH": 4096, "BLOCKS": 128, "BITS": 4, "stride": 1}
-    constants |= {"CODED_BLOCKS": product_triton.CODED_BLOCKS}
-    report = compile_for_hopper(
-        product_triton.__name__, "code_kernel", types, constants, 4, tmp_path
-    )
-    assert report.spills == 0 and report.registers <= 48 and report.shared <= 2048
-    assert "st.global.v4.b32" in report.ptx or "st.global.v2.b32" in report.ptx

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.bench.kernel_code import SHARED_LIMITS, write_gated
+from benchmarks.bench.kernel_code import SHARED_LIMITS
 from mmkv.engine.backends.cuda.kernels import available
 from mmkv.engine.backends.cuda.kernels.write_gated_attention import (
     GatedRows,
@@ -23,7 +22,7 @@ from mmkv.engine.model.gates import make_random_write_gates
 from mmkv.engine.model.rope import rotate
 from mmkv.engine.policies import make_policy
 from mmkv.engine.runtime import Runtime
-from tests.support.kernels import DEVICE, compile_case, forms, needs_compiler
+from tests.support.kernels import DEVICE, compiled, forms, needs_compiler
 from tests.support.native import loaded
 from tests.support.sessions import text_ids
 
@@ -52,7 +51,12 @@ def case(heads: int, group: int, count: int, past: int, dim: int, rate: float) -
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("heads", "group", "count", "past", "dim", "window", "rate"),
-    [(2, 3, 21, 50, 24, 9, 0.3), (1, 1, 70, 0, 16, 70, 0.5), (1, 8, 17, 33, 32, 1, 0.0)],
+    [
+        (2, 3, 21, 50, 24, 9, 0.3),
+        (1, 1, 70, 0, 16, 70, 0.5),
+        (1, 8, 17, 33, 32, 1, 0.0),
+        (2, 2, 19, 20, 256, 9, 0.5),
+    ],
 )
 def test_a_chunk_sees_what_the_mask_lets_it_see(
     form: Any, heads: int, group: int, count: int, past: int, dim: int, window: int, rate: float
@@ -125,10 +129,10 @@ def test_a_prompt_is_read_by_the_kernel_as_in_torch(
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_write_gated_kernel_fits_a_hopper_sm(dtype: torch.dtype, tmp_path: Path) -> None:
-    code = compile_case(write_gated(4, 128, dtype), tmp_path)
-    assert code.spills == 0 and code.shared <= SHARED_LIMITS[86 if dtype == torch.float32 else 90]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_write_gated_kernel_fits_a_hopper_sm(dtype: str) -> None:
+    (code,) = compiled("write_gated", dtype=dtype)
+    assert code.spills == 0 and code.shared <= SHARED_LIMITS[86 if dtype == "float32" else 90]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.25])

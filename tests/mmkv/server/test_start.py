@@ -17,7 +17,7 @@ import mmkv
 from mmkv import Engine
 from mmkv.cli.app import run
 from mmkv.engine.errors import BudgetError, ModelError
-from mmkv.server.engine_thread import EngineCore
+from mmkv.server.engine_thread import EngineCore, compile_kernels
 from mmkv.server.run import first_lines, opened, serve
 from mmkv.server.settings import ServerSettings
 from tests.support.servers import MODEL, asked, serving
@@ -171,6 +171,27 @@ def test_a_server_reads_a_picture_before_it_serves(warm: bool, folder: Path) -> 
         made, held = server.inside(pages)
         assert ((made > 0), held) == (warm, 0)
         assert len(server.state.media.pool.processes) == warm
+
+
+def test_kernels_are_compiled_by_a_prompt_of_each_size_and_a_burst(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, before the server serves; nothing is held of it then."""
+    engine = Engine.from_pretrained(
+        folder, policy="streamingllm", budget=24, dtype="float32", prefill_chunk=32
+    )
+    bursts: list[tuple[int, int]] = []
+    decode = engine.decode_many
+
+    def noted(sessions: Any, tokens: Any, steps: int) -> Any:
+        made = decode(sessions, tokens, steps)
+        bursts.append((sessions[0].seen, len(made[0])))
+        return made
+
+    monkeypatch.setattr(engine, "decode_many", noted)
+    compile_kernels(engine)
+    assert bursts == [(32 + 70 + 3 + 20 + 40 + 20, 20)]
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages > 0
 
 
 @pytest.mark.parametrize("options", [{"policy": "full"}, {"budget": "25%"}], ids=str)

@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.buffers import AppendBuffers, PageTables
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 
 WARPS = 4
+BATCH = tl.constexpr(64)  # batch slots that are looked at together
 # A batch slot that cannot be served asks for more pages than there can be; sums of it do not
 # overflow.
 TOO_MANY = tl.constexpr(1 << 40)
@@ -54,13 +56,12 @@ def make_room(room: AppendBuffers, rows: PageTables, seqs: Tensor) -> Tensor:
         batch_slots,
         PAGE=rows.page_size,
         BLOCK=block,
-        BATCH=triton.next_power_of_2(batch_slots),
         num_warps=WARPS,
     )
     return room.slots
 
 
-@triton.jit
+@jit
 def count_kernel(
     seqs,
     length,
@@ -88,7 +89,7 @@ def count_kernel(
         tl.store(top_before, tl.load(top))
 
 
-@triton.jit
+@jit
 def take_kernel(
     seqs,
     length,
@@ -104,14 +105,15 @@ def take_kernel(
     batch_slots,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BATCH: tl.constexpr,
 ):
     """Write pages, lengths and slots of one batch slot; grid (B)."""
     batch_slot = tl.program_id(0)
-    other = tl.arange(0, BATCH)
-    pages = tl.load(wanted + other, mask=other < batch_slots, other=0)
-    total = tl.sum(pages, 0)
-    first = tl.sum(tl.where(other < batch_slot, pages, 0), 0)
+    total, first = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    for base in range(0, batch_slots, BATCH):
+        other = base + tl.arange(0, BATCH)
+        pages = tl.load(wanted + other, mask=other < batch_slots, other=0)
+        total += tl.sum(pages, 0)
+        first += tl.sum(tl.where(other < batch_slot, pages, 0), 0)
     free = tl.load(top_before)
     fits = total <= free
     if batch_slot == 0:

@@ -21,11 +21,14 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
 from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
+from mmkv.engine.backends.cuda.kernels.worklist import TILE_BYTES
 from mmkv.engine.cache import EncodedKV
 
 # 3 stages: a tile in use and two on their way, 48 KiB of shared memory in half precision. With at
 # most 128 registers per thread (the compile test says so) four programs share a multiprocessor,
-# which is what ``worklist.PROGRAMS_PER_SM`` counts on.
+# which is what ``worklist.PROGRAMS_PER_SM`` counts on. No tile is shorter than 16 entries: those of
+# float32 heads of 256 are twice as large, and get twice the registers and a stage less.
 WARPS = 4
 STAGES = 3
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -51,6 +54,7 @@ def decode_attention(
     heads, head_dim, group = work.heads, query.shape[2], query.shape[1] // work.heads
     key_codes, key_scales, key_bits = parts(keys)
     value_codes, value_scales, value_bits = parts(values)
+    large = 2 * work.tile * head_dim * query.element_size() > TILE_BYTES
     decode_kernel[(work.runs.shape[1],)](
         query,
         key_codes,
@@ -85,8 +89,8 @@ def decode_attention(
         TILE=work.tile,
         WRITE_LSE=lse is not None,
         WINDOW=0 if window is None else window.tokens,
-        num_warps=WARPS,
-        num_stages=STAGES,
+        num_warps=2 * WARPS if large else WARPS,
+        num_stages=STAGES - large,
         enable_fp_fusion=True,
     )
 
@@ -160,7 +164,7 @@ def _write(
         tl.store(lse + to, peak * scale + tl.log2(total) * LN_2, mask=g < G)
 
 
-@triton.jit
+@jit
 def decode_kernel(
     query,
     keys,

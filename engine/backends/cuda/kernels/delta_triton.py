@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.model.delta import BLOCK, EPS
 
 COLUMNS = 8  # of a state, that a program of a step holds
@@ -63,7 +64,7 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tenso
     return out, torch.cat([state, newest], 1)[:, newest.shape[1] :].contiguous()
 
 
-@triton.jit(do_not_specialize=["tokens"])  # each chunk length would be compiled anew
+@jit
 def conv_kernel(
     x,
     weight,
@@ -125,7 +126,7 @@ def conv_step(x: Tensor, weight: Tensor, states: Tensor, slot: Tensor) -> Tensor
     return out
 
 
-@triton.jit
+@jit
 def conv_step_kernel(
     x,
     weight,
@@ -189,7 +190,7 @@ def delta_step(
     return out
 
 
-@triton.jit
+@jit
 def step_kernel(
     q,
     k,
@@ -271,7 +272,7 @@ def delta_chunk(
     return out, after
 
 
-@triton.jit(do_not_specialize=["tokens"])  # each chunk length would be compiled anew
+@jit
 def block_kernel(
     q,
     k,
@@ -356,7 +357,7 @@ def block_kernel(
         tl.store(newest + place, left[:, None] * key, mask=there)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit
 def chunk_kernel(
     of_keys,
     of_values,

@@ -33,6 +33,7 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
     EvictionLimits,
     PageTables,
 )
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
 from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.cache import Columns
@@ -212,7 +213,8 @@ def _evict(
                 capacity,
                 batch_slots,
                 work.chunks,
-                TURN=turn,
+                turn,
+                TURNS=TURNS,
                 BLOCK=BLOCK,
                 num_warps=select_triton.WARPS,
             )
@@ -334,7 +336,7 @@ def horizon(policy: Policy) -> tuple[int, float, int]:
     return (int(ahead) if ahead in (1, 2) else FINITE.value), float(ahead), shift
 
 
-@triton.jit
+@jit
 def plan_kernel(
     seqs,
     seen,
@@ -416,7 +418,7 @@ def plan_kernel(
         tl.store(top_before, tl.load(top))
 
 
-@triton.jit
+@jit
 def score_kernel(
     seqs,
     seen,
@@ -533,7 +535,7 @@ def _sortable(score):
     return tl.where(score != score, 0, bits)
 
 
-@triton.jit
+@jit
 def fill_kernel(
     seqs,
     length,
@@ -670,7 +672,7 @@ def fill_kernel(
             tl.store(pool_state + to[:, None] * STATE + number, state, mask=kept)
 
 
-@triton.jit
+@jit
 def pages_kernel(
     seqs,
     length,

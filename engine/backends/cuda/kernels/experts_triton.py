@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
+
 PLACED = 32  # pairs or experts of a program
 PAIRS = 128  # that it looks at together
 DEPTH = 32  # of a row, between two products of a program
@@ -66,7 +68,7 @@ def sizes(pairs: int, count: int) -> dict[str, Any]:
     return {"TOKENS": 64, "COLUMNS": 64, "STAGES": 3, "num_warps": 4}
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@jit
 def order_kernel(
     ids, order, pairs, EXPERTS: tl.constexpr, PLACED: tl.constexpr, PAIRS: tl.constexpr
 ):
@@ -89,7 +91,7 @@ def order_kernel(
     tl.store(order + mine, before, mask=(mine >= pairs) & (mine < pairs + EXPERTS))
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@jit
 def expert_kernel(
     states,
     matrix,

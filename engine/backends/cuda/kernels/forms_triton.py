@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.cache import EncodedKV
 from mmkv.engine.cache.forms import Codec
 
@@ -87,7 +88,7 @@ def _steps(x, scale, least, most):
     return ((exact + 12582912.0) - 12582912.0).to(tl.int32)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])  # a layer's lie anywhere
+@jit
 def encode_kernel(
     x,
     slots,

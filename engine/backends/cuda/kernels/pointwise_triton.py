@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
+
 
 def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See :func:`mmkv.engine.backends.cuda.kernels.pointwise.rms_norm`."""
@@ -41,7 +43,7 @@ def warps(block: int) -> int:
     return min(max(block // 256, 1), 16)
 
 
-@triton.jit
+@jit
 def rms_norm_kernel(
     x,
     residual,
@@ -93,7 +95,7 @@ def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return out
 
 
-@triton.jit
+@jit
 def gated_kernel(
     gate_up, out, row_stride, WIDTH: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -141,7 +143,7 @@ def turned(heads: Tensor, gain: Tensor | None, eps: float, rope: tuple[Tensor, T
     return out
 
 
-@triton.jit
+@jit
 def turned_kernel(
     heads,
     gain,
@@ -250,7 +252,7 @@ def merged(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> 
 
 
 # A chunk's length is a stride of sums: it would be compiled anew.
-@triton.jit(do_not_specialize=["left_lse_head", "right_lse_head"])
+@jit
 def merged_kernel(
     left,
     left_lse,

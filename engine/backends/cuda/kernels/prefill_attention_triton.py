@@ -14,28 +14,37 @@ import triton.language as tl
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.cache import EncodedKV
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-def blocks(dtype: torch.dtype, head_dim: int, queries: int) -> tuple[int, int, int]:
-    """Return the queries per program, entries per tile, warps.
+def sizes(
+    dtype: torch.dtype, head_dim: int, queries: int, bits: tuple[int, int] = (0, 0)
+) -> dict[str, int]:
+    """Return the queries of a program, entries of a tile, warps, and tiles on their way.
 
-    Half precision takes 64 queries per warpgroup, what Hopper's matrix unit multiplies at once;
-    float32 runs on the plain arithmetic units, where small tiles keep the registers.
+    They fit the shared memory of every card. Half precision takes 64 queries per warpgroup where
+    it can, what Hopper's matrix unit multiplies at once; float32 runs on the plain arithmetic
+    units, where small tiles keep the registers. Codes take more of these: half as many queries.
+
+    Args:
+        bits: of a key's codes and of a value's; 0: as they are.
     """
     if dtype == torch.float32:
-        return 64, 32, 8
-    if queries <= 64:
-        return 64, 64, 4
-    return 128, 64 if head_dim > 64 else 128, 8
-
-
-def stages(dtype: torch.dtype) -> int:
-    """Return the tiles on their way: float32 ones are large, and have to fit small cards, too."""
-    return 2 if dtype == torch.float32 else 3
+        block, tile, stages = 64 if head_dim <= 64 else 32, 16 if head_dim > 128 else 32, 2
+    elif head_dim > 128:
+        block, tile, stages = 64, 32, 2
+    else:
+        block, tile, stages = 128, 64, 3
+    warps = 8
+    if any(bits):
+        block //= 2
+    elif block == 128 and queries <= 64:
+        block, warps = 64, 4
+    return {"BLOCK": block, "TILE": tile, "num_warps": warps, "num_stages": stages}
 
 
 def prefill_attention(
@@ -54,8 +63,8 @@ def prefill_attention(
     group = query_heads // heads
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    block, tile, warps = blocks(query.dtype, head_dim, group * count)
-    prefill_kernel[(triton.cdiv(group * count, block), heads)](
+    constants = sizes(query.dtype, head_dim, group * count, (key_bits, value_bits))
+    prefill_kernel[(triton.cdiv(group * count, constants["BLOCK"]), heads)](
         query,
         key_codes,
         value_codes,
@@ -80,16 +89,13 @@ def prefill_attention(
         STRIDE=key_codes.stride(1),
         KEY_BITS=key_bits,
         VALUE_BITS=value_bits,
-        BLOCK=block,
-        TILE=tile,
-        num_warps=warps,
-        num_stages=stages(query.dtype),
+        **constants,
         enable_fp_fusion=True,
     )
     return out, lse
 
 
-@triton.jit(do_not_specialize=["count"])  # each chunk length would be compiled anew
+@jit
 def prefill_kernel(
     query,
     keys,

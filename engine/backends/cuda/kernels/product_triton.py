@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.model.rounded import BLOCK, IntegerMatrix
 
 LARGEST = tl.constexpr(127.0)
@@ -40,8 +41,8 @@ def multiply(x: Tensor, weight: IntegerMatrix, bias: Tensor | None = None) -> Te
             made if bias is None else bias,  # never read without one
             made,
             tokens,
-            ROWS=rows,
-            BLOCKS=triton.cdiv(width, BLOCK),
+            rows,
+            triton.cdiv(width, BLOCK),
             BITS=weight.bits,
             BIASED=bias is not None,
             **size,
@@ -62,8 +63,8 @@ def multiply_rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
             made if bias is None else bias,
             made,
             tokens,
-            ROWS=rows,
-            WIDTH=width,
+            rows,
+            width,
             BIASED=bias is not None,
             **size,
         )
@@ -109,8 +110,8 @@ def code_states(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         x.stride(0),
         x.stride(1),
         tokens,
-        WIDTH=width,
-        BLOCKS=blocks,
+        width,
+        blocks,
         BITS=bits,
         CODED_BLOCKS=CODED_BLOCKS,
         num_warps=4,
@@ -119,7 +120,7 @@ def code_states(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes, steps
 
 
-@triton.jit
+@jit
 def code_kernel(
     x,
     codes,
@@ -127,8 +128,8 @@ def code_kernel(
     row_stride,
     stride,
     tokens,
-    WIDTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    features,
+    blocks,
     BITS: tl.constexpr,
     CODED_BLOCKS: tl.constexpr,
 ):
@@ -137,7 +138,7 @@ def code_kernel(
     With 4 bits the codes of a block lie as the halves of the weights' bytes do.
     """
     index = tl.program_id(0) * CODED_BLOCKS + tl.arange(0, CODED_BLOCKS)
-    token, block = (index // BLOCKS).to(tl.int64), index % BLOCKS
+    token, block = (index // blocks).to(tl.int64), index % blocks
     there = token < tokens
     place = tl.arange(0, 32)
     column = place
@@ -145,7 +146,7 @@ def code_kernel(
         column = place // 8 * 8 + place % 2 * 4 + place // 2 % 4
     at = block[:, None] * 32 + column[None, :]
     source = x + (token * row_stride)[:, None] + at * stride
-    inside = there[:, None] & (at < WIDTH)
+    inside = there[:, None] & (at < features)
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     # 0, unless something is not finite, which the largest would not tell.
     finite = tl.sum(value - value, 1) == 0.0
@@ -162,7 +163,7 @@ def code_kernel(
     tl.store(steps + block * tokens + token, step, mask=there)
 
 
-@triton.jit
+@jit
 def integer_kernel(
     codes,
     steps,
@@ -171,8 +172,8 @@ def integer_kernel(
     bias,
     out,
     tokens,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    height,
+    blocks,
     BITS: tl.constexpr,
     BIASED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -186,21 +187,21 @@ def integer_kernel(
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     known = token < tokens
-    panel = tl.minimum(column // 16, (ROWS + 15) // 16 - 1).to(tl.int64)
+    panel = tl.minimum(column // 16, (height + 15) // 16 - 1).to(tl.int64)
     row = column % 16
     place = tl.arange(0, 32)
-    states = codes + (tl.where(known, token, 0) * (BLOCKS * 32))[:, None] + place[None, :]
+    states = codes + (tl.where(known, token, 0) * (blocks * 32))[:, None] + place[None, :]
     if BITS == 8:
         group = place // 4 * 64 + place % 4
     else:
         byte = tl.arange(0, 16)
         group = byte // 4 * 64 + byte % 4
     block_bytes: tl.constexpr = 64 * BITS
-    source = weight + group[:, None] + (panel * (BLOCKS * block_bytes) + row * 4)[None, :]
-    factors = scales + panel * (BLOCKS * 16) + row
+    source = weight + group[:, None] + (panel * (blocks * block_bytes) + row * 4)[None, :]
+    factors = scales + panel * (blocks * 16) + row
     made = tl.zeros([TOKENS, COLUMNS], tl.float32)
     # Said here and not at the launch, this reads steps ahead, too, and not codes alone.
-    for block in tl.range(0, BLOCKS, num_stages=STAGES):
+    for block in tl.range(0, blocks, num_stages=STAGES):
         state = tl.load(states + block * 32)
         held = tl.load(source + block * block_bytes)
         if BITS == 4:
@@ -211,22 +212,22 @@ def integer_kernel(
         step = tl.load(steps + block * tokens + token, mask=known, other=0.0)
         total = tl.dot(state, held, out_dtype=tl.int32)
         made += total.to(tl.float32) * (factor[None, :] * step[:, None])
-    inside = column < ROWS
+    inside = column < height
     if BIASED:
         made += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    to = out + token[:, None] * ROWS + column[None, :]
+    to = out + token[:, None] * height + column[None, :]
     tl.store(to, made.to(out.dtype.element_ty), mask=known[:, None] & inside[None, :])
 
 
-@triton.jit
+@jit
 def bf16_kernel(
     x,
     weight,
     bias,
     out,
     tokens,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    height,
+    features,
     BIASED: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -235,17 +236,19 @@ def bf16_kernel(
     """Multiply bfloat16 by bfloat16 and sum in float32; grid as :func:`integer_kernel`."""
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    known, inside = token < tokens, column < ROWS
+    known, inside = token < tokens, column < height
     place = tl.arange(0, 32)
-    states = x + token[:, None] * WIDTH + place[None, :]
-    source = weight + column[None, :] * WIDTH + place[:, None]
+    states = x + token[:, None] * features + place[None, :]
+    source = weight + column[None, :] * features + place[:, None]
     made = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    for begin in tl.range(0, WIDTH, 32, num_stages=STAGES):
-        left = place < WIDTH - begin
+    for begin in tl.range(0, features, 32, num_stages=STAGES):
+        left = place < features - begin
         state = tl.load(states + begin, mask=known[:, None] & left[None, :], other=0.0)
         held = tl.load(source + begin, mask=left[:, None] & inside[None, :], other=0.0)
         # TF32 holds bfloat16 exactly, and the interpreter cannot multiply the latter.
         made = tl.dot(state.to(tl.float32), held.to(tl.float32), made, input_precision="tf32")
     if BIASED:
         made += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + token[:, None] * ROWS + column[None, :], made, known[:, None] & inside[None, :])
+    tl.store(
+        out + token[:, None] * height + column[None, :], made, known[:, None] & inside[None, :]
+    )

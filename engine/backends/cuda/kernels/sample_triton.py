@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.backends.cuda.kernels.sample import SamplingColumns, greatest_weight, weights_of
 
 BITS = 11  # of a digit: three hold a logit's 32 bits, two a token's id
@@ -65,7 +66,7 @@ def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@jit
 def uniform_kernel(seed, counter, out):
     """Draw the noise of one batch slot; grid (B,)."""
     row = tl.program_id(0)
@@ -84,7 +85,7 @@ def mix(x):
     return x ^ (x >> 31)
 
 
-@triton.jit(do_not_specialize=["rows", "stage"])
+@jit
 def sample_kernel(
     logits,
     weight,

@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
+
 WARPS = 8
 BINS = tl.constexpr(256)
 ONES = tl.constexpr(2**32 - 1)
@@ -26,7 +28,7 @@ ONES = tl.constexpr(2**32 - 1)
 FEW = tl.constexpr(64)
 
 
-@triton.jit
+@jit
 def count_kernel(
     keys,
     ties,
@@ -36,96 +38,95 @@ def count_kernel(
     capacity,
     batch_slots,
     chunks,
-    TURN: tl.constexpr,
+    turn,
+    TURNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count one byte of one chunk of one sequence; grid (B, chunks), and (B, 1) for TURN 8.
+    """Count byte ``turn`` of a chunk of a sequence; grid (B, chunks), and (B, 1) for turn TURNS.
 
     Each program first repeats the conclusion from the last turn's counts: a launch of its own would
-    cost more. TURN 8 only concludes. Counts are whole numbers, so that the order in which programs
-    add them up does not matter.
+    cost more. Turn TURNS only concludes. Counts are whole numbers, so that the order in which
+    programs add them up does not matter. ``turn`` is no constant: all turns are one compilation.
     """
     batch_slot = tl.program_id(0)
     chunk = tl.program_id(1)
     bins = tl.arange(0, BINS)
+    later = turn > 0
     entries = tl.load(plan + batch_slot * 3).to(tl.int32)
-    target = state + (TURN * batch_slots + batch_slot) * 4
-    here = counts + (TURN * batch_slots + batch_slot) * BINS + bins
-    if TURN == 0:
-        key_at = tl.zeros([], tl.int64)
-        tie_at = tl.zeros([], tl.int64)
-        sought = tl.load(plan + batch_slot * 3 + 1)
-        settled = tl.zeros([], tl.int64)
-    else:  # read before it is known whether it is of use: one wait instead of three
-        source = target - batch_slots * 4
-        key_at = tl.load(source)
-        tie_at = tl.load(source + 1)
-        sought = tl.load(source + 2)
-        settled = tl.load(source + 3)
-        total = tl.load(here - batch_slots * BINS)
+    most = tl.load(plan + batch_slot * 3 + 1)
+    target = state + (turn * batch_slots + batch_slot) * 4
+    here = counts + (turn * batch_slots + batch_slot) * BINS + bins
+    # Read before it is known whether it is of use: one wait instead of three.
+    source = target - batch_slots * 4
+    key_at = tl.load(source, mask=later, other=0)
+    tie_at = tl.load(source + 1, mask=later, other=0)
+    sought = tl.load(source + 2, mask=later, other=0)
+    settled = tl.load(source + 3, mask=later, other=0)
+    total = tl.load(here - batch_slots * BINS, mask=later, other=0)
     if entries == 0:
         return
-    if TURN > 0:  # noqa: SIM102 - known to the compiler, unlike what follows
-        if settled == 0:
-            key_at, tie_at, sought, settled = conclude(total, key_at, tie_at, sought, TURN - 1)
+    if turn == 0:
+        sought = most
+    elif settled == 0:
+        key_at, tie_at, sought, settled = conclude(total, key_at, tie_at, sought, turn - 1)
     if chunk == 0:
         tl.store(target, key_at)
         tl.store(target + 1, tie_at)
         tl.store(target + 2, sought)
         tl.store(target + 3, settled)
 
-    if (TURN < 8) & (settled == 0):
+    if (turn < TURNS) & (settled == 0):
         found = tl.zeros([BINS], tl.int32)
-        start = batch_slot.to(tl.int64) * capacity
+        start = tl.multiple_of(batch_slot.to(tl.int64) * capacity, BLOCK)  # padded to whole ones
         for base in range(chunk * BLOCK, entries, chunks * BLOCK):
             index = base + tl.arange(0, BLOCK)
-            byte, agrees = look(keys, ties, start + index, index < entries, key_at, tie_at, TURN)
+            byte, agrees = look(keys, ties, start + index, index < entries, key_at, tie_at, turn)
             number = tl.sum(agrees.to(tl.int32), 0)
             if number > FEW:
                 found += tl.histogram(byte, BINS, mask=agrees)
             elif number > 0:
-                cell = counts + (TURN * batch_slots + batch_slot) * BINS + byte
+                cell = counts + (turn * batch_slots + batch_slot) * BINS + byte
                 tl.atomic_add(cell, 1, mask=agrees, sem="relaxed")
         tl.atomic_add(here, found, mask=found > 0, sem="relaxed")
 
 
 @triton.jit
-def look(keys, ties, index, live, key_at, tie_at, TURN: tl.constexpr):
-    """Return byte TURN of entries, and whether all bytes before it equal the threshold's.
+def look(keys, ties, index, live, key_at, tie_at, turn):
+    """Return byte ``turn`` of entries, and whether all bytes before it equal the threshold's.
 
     Reads the keys of entries that are not live, too: whole blocks are loaded faster.
     """
-    shift: tl.constexpr = 24 - 8 * (TURN % 4)
+    shift = 24 - 8 * (turn % 4)
     number = tl.load(keys + index).to(tl.uint32, bitcast=True)
     known = key_at
-    if TURN >= 4:
+    if turn >= 4:
         live = live & (number == key_at.to(tl.uint32))
         number = tl.load(ties + index, mask=live, other=0).to(tl.uint32, bitcast=True)
         known = tie_at
     number = number >> shift
-    if TURN % 4 > 0:
-        live = live & ((number >> 8) == (known >> (shift + 8)).to(tl.uint32))
+    # Of the first byte there is nothing before it: 0 on both sides.
+    live = live & ((number >> 8) == (known >> (shift + 8)).to(tl.uint32))
     return (number & 255).to(tl.int32), live
 
 
 @triton.jit
-def conclude(total, key_at, tie_at, sought, TURN: tl.constexpr):
+def conclude(total, key_at, tie_at, sought, turn):
     """Extend the threshold by one byte, from the counts ``[256]`` of that byte.
 
     Returns:
         key_at, tie_at, how many victims are sought inside the chosen value, whether these are all
         of it: then the threshold is complete.
     """
-    shift: tl.constexpr = 24 - 8 * (TURN % 4)
+    shift = 24 - 8 * (turn % 4)
     upto = tl.cumsum(total, 0)
     passed = upto < sought
     value = tl.sum(passed.to(tl.int64), 0)
     sought -= tl.max(tl.where(passed, upto, 0), 0)
     inside = tl.sum(tl.where(tl.arange(0, BINS) == value, total, 0), 0)
     settled = (inside == sought).to(tl.int64)
-    rest: tl.constexpr = (1 << shift) - 1
-    byte = (value << shift) + tl.where(settled == 1, rest, 0)
-    if TURN < 4:
+    # All ones below the byte where it is settled.
+    byte = (value << shift) + (settled << shift) - settled
+    if turn < 4:
         key_at += byte
         tie_at = tl.where(settled == 1, ONES, tie_at)
     else:
@@ -139,7 +140,7 @@ def lowest_of_row(keys, ties, start, count, sought, BLOCK: tl.constexpr):
     key_at = tl.zeros([], tl.int64)
     tie_at = tl.zeros([], tl.int64)
     settled = tl.zeros([], tl.int64)
-    for turn in tl.static_range(8):
+    for turn in range(8):
         if settled == 0:
             total = tl.zeros([BINS], tl.int32)
             for base in range(0, count, BLOCK):
@@ -150,7 +151,7 @@ def lowest_of_row(keys, ties, start, count, sought, BLOCK: tl.constexpr):
     return key_at, tie_at
 
 
-@triton.jit
+@jit
 def guard_kernel(
     keys,
     ties,
@@ -188,7 +189,7 @@ def guard_kernel(
         tl.store(keys + start + offset, tl.full([BLOCK], -1, tl.int32), mask=live & ~low)
 
 
-@triton.jit
+@jit
 def group_kernel(
     keys,
     ties,

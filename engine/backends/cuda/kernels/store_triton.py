@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.forms_triton import encode
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.backends.cuda.kernels.pointwise_triton import turn
 from mmkv.engine.cache import Columns
 
@@ -85,7 +86,7 @@ def sizes(group: int, head_dim: int) -> dict[str, int]:
     }
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])  # a layer's lie anywhere
+@jit
 def store_kernel(
     qkv,
     cos,
@@ -189,7 +190,7 @@ def gate_sizes(width: int) -> dict[str, int]:
     return {"TRUNK_BLOCK": block, "num_warps": max(block // 256, 1)}
 
 
-@triton.jit
+@jit
 def gate_kernel(
     trunk,
     weight,

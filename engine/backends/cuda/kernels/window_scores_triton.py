@@ -1,7 +1,7 @@
 """``engine.backends.cuda.kernels.window_scores`` in Triton: two passes over the keys of every row.
 
 The first gives each query's log-sum-exp, the second the probabilities, averaged. A row's blocks
-of entries are dealt out in turn to SPLITS programs, so that one long row does not hold up the
+of entries are dealt out in turn to some programs, so that one long row does not hold up the
 step; the partial sums are merged in the second pass, in a fixed order. Nothing of size
 queries x entries ever reaches memory.
 """
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.backends.cuda.kernels.window_scores import empty_shares
 
 LOG2_E = 1.4426950408889634
@@ -50,15 +51,14 @@ def window_scores(
         "WINDOW": window,
         "DIM": head_dim,
         "PAGE": keys.shape[1],
-        "PAGES": table.shape[3],
-        "SPLITS": splits,
         **shape,
     }
     grid = (batch_slots * rows, splits)
     shared = (query, query_position, keys, position, length, table, seqs, partial)
     constants |= {"QUERIES": queries, "enable_fp_fusion": True}
-    lse_kernel[(*grid, triton.cdiv(queries, shape["TILE"]))](*shared, scale * LOG2_E, **constants)
-    probability_kernel[grid](*shared, out, scale * LOG2_E, **constants)
+    numbers = (scale * LOG2_E, table.shape[3], splits)
+    lse_kernel[(*grid, triton.cdiv(queries, shape["TILE"]))](*shared, *numbers, **constants)
+    probability_kernel[grid](*shared, out, *numbers, **constants)
     return out
 
 
@@ -67,19 +67,20 @@ def sizes(queries: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
     float32 products are made of three of the tensor cores' (tf32x3, exact to about 2**-21); in
     plain float32 arithmetic this tile does not fit the registers by far. Twice the tile would not
-    fit the shared memory of small cards.
+    fit the shared memory of small cards, nor would this one with heads of more than 128.
     """
-    most = 64 if dtype == torch.float32 else 128
+    whole, wide = dtype == torch.float32, head_dim > 128
+    most = (16 if wide else 64) if whole else (64 if wide else 128)
     tile = min(max(triton.next_power_of_2(queries), 16), most)
     return {
         "TILE": tile,
         "DIM_BLOCK": max(triton.next_power_of_2(head_dim), 16),
-        "BLOCK": 32 if dtype == torch.float32 else 64,
+        "BLOCK": 32 if whole else 64,
         "num_warps": 8 if tile == most else 4,
     }
 
 
-@triton.jit
+@jit
 def lse_kernel(
     query,
     query_position,
@@ -90,20 +91,20 @@ def lse_kernel(
     seqs,
     partial,
     scale,
+    width,
+    splits,
     ROWS: tl.constexpr,
     QUERIES: tl.constexpr,
     WINDOW: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    PAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Log2-sum-exp2 of one split of one row, ``partial [B L H, SPLITS, QUERIES]``.
+    """Log2-sum-exp2 of one split of one row, ``partial [B L H, splits, QUERIES]``.
 
-    Grid (B L H, SPLITS, tiles of queries).
+    Grid (B L H, splits, tiles of queries).
     """
     index, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2) * TILE
     seq = tl.load(seqs + index // ROWS)
@@ -114,20 +115,20 @@ def lse_kernel(
     q, at = _queries(query, query_position, seq, row, tile, QUERIES, WINDOW, DIM, TILE, DIM_BLOCK)
     highest = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
-    for begin in range(split * BLOCK, count, SPLITS * BLOCK):
+    for begin in range(split * BLOCK, count, splits * BLOCK):
         scores = _scores(
             q,
             at,
             keys,
             position,
             table,
+            width,
             row,
             begin,
             count,
             scale,
             DIM,
             PAGE,
-            PAGES,
             DIM_BLOCK,
             BLOCK,
         )
@@ -136,11 +137,11 @@ def lse_kernel(
         total = total * tl.exp2(highest - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
         highest = higher
     column = tile + tl.arange(0, TILE)
-    target = partial + (index.to(tl.int64) * SPLITS + split) * QUERIES + column
+    target = partial + (index.to(tl.int64) * splits + split) * QUERIES + column
     tl.store(target, highest + tl.log2(total), mask=column < QUERIES)
 
 
-@triton.jit
+@jit
 def probability_kernel(
     query,
     query_position,
@@ -152,20 +153,20 @@ def probability_kernel(
     partial,
     out,
     scale,
+    width,
+    splits,
     ROWS: tl.constexpr,
     QUERIES: tl.constexpr,
     WINDOW: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    PAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute mean probabilities of one split of one row, ``out [B L H, W P]``.
 
-    Grid (B L H, SPLITS).
+    Grid (B L H, splits).
     """
     index, split = tl.program_id(0), tl.program_id(1)
     seq = tl.load(seqs + index // ROWS)
@@ -173,15 +174,15 @@ def probability_kernel(
         return
     row = seq * ROWS + index % ROWS
     count = tl.load(length + row).to(tl.int32)
-    sums = partial + index.to(tl.int64) * SPLITS * QUERIES
+    sums = partial + index.to(tl.int64) * splits * QUERIES
     known = _known(query_position + seq * WINDOW, QUERIES, WINDOW, TILE)
     share = 1.0 / tl.maximum(known, 1).to(tl.float32)
-    capacity: tl.constexpr = PAGE * PAGES
+    capacity = width * PAGE
     target = out + index.to(tl.int64) * capacity
     if QUERIES <= TILE:  # the usual case: the queries stay where they are
         q, at = _queries(query, query_position, seq, row, 0, QUERIES, WINDOW, DIM, TILE, DIM_BLOCK)
-        lse = _merged(sums, 0, QUERIES, SPLITS, TILE)
-    for begin in range(split * BLOCK, count, SPLITS * BLOCK):
+        lse = _merged(sums, 0, splits, QUERIES, TILE)
+    for begin in range(split * BLOCK, count, splits * BLOCK):
         mean = tl.zeros([BLOCK], tl.float32)
         # A loop that stays one: unrolled, all tiles of queries would lie in shared memory together.
         for tile in tl.range(0, QUERIES, TILE, num_stages=1):
@@ -189,20 +190,20 @@ def probability_kernel(
                 q, at = _queries(
                     query, query_position, seq, row, tile, QUERIES, WINDOW, DIM, TILE, DIM_BLOCK
                 )
-                lse = _merged(sums, tile, QUERIES, SPLITS, TILE)
+                lse = _merged(sums, tile, splits, QUERIES, TILE)
             scores = _scores(
                 q,
                 at,
                 keys,
                 position,
                 table,
+                width,
                 row,
                 begin,
                 count,
                 scale,
                 DIM,
                 PAGE,
-                PAGES,
                 DIM_BLOCK,
                 BLOCK,
             )
@@ -211,8 +212,8 @@ def probability_kernel(
         tl.store(target + offset, mean * share, mask=offset < capacity)
     # The blocks past the last entry, dealt out in turn as well.
     first = tl.cdiv(count, BLOCK)
-    first += (split - first % SPLITS + SPLITS) % SPLITS
-    for begin in range(first * BLOCK, capacity, SPLITS * BLOCK):
+    first += (split - first % splits + splits) % splits
+    for begin in range(first * BLOCK, capacity, splits * BLOCK):
         offset = begin + tl.arange(0, BLOCK)
         tl.store(target + offset, tl.zeros([BLOCK], tl.float32), mask=offset < capacity)
 
@@ -247,13 +248,13 @@ def _scores(
     keys,
     position,
     table,
+    width,
     row,
     begin,
     count,
     scale,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    PAGES: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -261,7 +262,7 @@ def _scores(
     offset = begin + tl.arange(0, BLOCK)
     feature = tl.arange(0, DIM_BLOCK)
     live = offset < count
-    page = tl.load(table + row * PAGES + offset // PAGE, mask=live, other=0)
+    page = tl.load(table + row * width + offset // PAGE, mask=live, other=0)
     slot = page * PAGE + offset % PAGE
     where = tl.load(position + slot, mask=live, other=NEVER)
     start = keys + slot[None, :] * DIM + feature[:, None]
@@ -271,16 +272,16 @@ def _scores(
 
 
 @triton.jit
-def _merged(sums, tile, QUERIES: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr):
+def _merged(sums, tile, splits, QUERIES: tl.constexpr, TILE: tl.constexpr):
     """Log2-sum-exp2 ``[TILE]`` over the splits; 0 for queries that see nothing."""
     column = tile + tl.arange(0, TILE)
     highest = tl.full([TILE], float("-inf"), tl.float32)
-    for split in tl.static_range(SPLITS):
+    for split in range(splits):
         part = tl.load(sums + split * QUERIES + column, mask=column < QUERIES, other=float("-inf"))
         highest = tl.maximum(highest, part)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.zeros([TILE], tl.float32)
-    for split in tl.static_range(SPLITS):
+    for split in range(splits):
         part = tl.load(sums + split * QUERIES + column, mask=column < QUERIES, other=float("-inf"))
         total += tl.exp2(part - base)
     return base + tl.where(total > 0.0, tl.log2(total), 0.0)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.buffers import WorkList
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 
 BLOCK_ROWS = 128
 BLOCK_RUNS = 32
@@ -48,7 +49,7 @@ def _read_rows(seqs, length, row, layer, rows, layers, HEADS: tl.constexpr, TILE
     return entries, source.to(tl.int32), tiles
 
 
-@triton.jit
+@jit
 def worklist_kernel(
     seqs,
     length,

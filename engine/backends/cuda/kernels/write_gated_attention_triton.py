@@ -15,29 +15,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.backends.cuda.kernels.write_gated_attention import GatedRows, Ranges
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def sizes(group: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the kernel's constants: queries of a program, entries of a tile, warps."""
+    """Return the kernel's constants: queries of a program, entries of a tile, warps, stages.
+
+    As in ``prefill_attention_triton``, they are so small that float32 and heads of more than 128
+    fit every card.
+    """
     heads = triton.next_power_of_2(group)
-    whole = dtype == torch.float32
+    whole, wide = dtype == torch.float32, head_dim > 128
     return {
         "G": group,
         "GROUP": heads,
         "D": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "TOKENS": max((32 if whole else 64) // heads, 1),
-        "TILE": 32 if whole else 64,
-        "num_warps": 8 if whole else 4,
+        "TILE": (32 if whole else 64) // (2 if wide else 1),
+        "num_warps": 8 if whole or wide else 4,
+        "num_stages": 2 if whole or wide else 3,
     }
-
-
-def stages(dtype: torch.dtype) -> int:
-    """Return the tiles on their way, as in ``prefill_attention_triton``."""
-    return 2 if dtype == torch.float32 else 3
 
 
 def write_gated_attention(
@@ -77,13 +78,12 @@ def write_gated_attention(
         window,
         scale,
         **constants,
-        num_stages=stages(query.dtype),
         enable_fp_fusion=True,
     )
     return out, computed, ranges.tiles(tile)[1]
 
 
-@triton.jit(do_not_specialize=["count", "entries"])  # each length would be compiled anew
+@jit
 def write_gated_kernel(
     query,
     position,
