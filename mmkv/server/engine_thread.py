@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import torch
 
+from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.errors import STOPS, BudgetError, MmkvError, SessionError, as_exception
 from mmkv.engine.runtime import Runtime
@@ -634,7 +635,7 @@ def _set_aside(engine: Engine) -> None:
 
 
 def compile_kernels(engine: Runtime) -> None:
-    """Read chunks of all sizes and decode a burst, so that no request waits for Triton's compiler.
+    """Read chunks of all sizes and decode bursts, so that no request waits for Triton's compiler.
 
     Later batches, draws and lengths are compiled no more (tests/engine/backends/test_variants.py).
     Graphs are captured when a batch first needs one: a pool that grows would void them.
@@ -644,7 +645,8 @@ def compile_kernels(engine: Runtime) -> None:
         with contextlib.suppress(MmkvError):
             for count in (engine.prefill_chunk + 70, 3, 20, 40):
                 session.prefill({"input_ids": torch.zeros(1, count, dtype=torch.int64)})
-            engine.decode_many([session], [0], 20)  # longer than an interval: one step evicts
+            for draws in (None, [Draw()]):  # longer than an interval: one step evicts
+                engine.decode_many([session], [0], 20, draws=draws)
     finally:
         session.close()
 

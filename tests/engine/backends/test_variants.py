@@ -9,8 +9,9 @@ import pytest
 
 from tests.support.kernels import asked, needs_compiler
 
-# Odd numbers of heads, whose views begin at odd addresses; codes; windows; linear layers; scores in
-# Triton, from the newest queries, in torch, summed up; budgets a row, a layer, with floors; none.
+# Odd numbers of heads, whose views begin at odd addresses; codes; windows; linear layers; experts;
+# scores in Triton, from the newest queries, in torch, summed up; budgets a row, a layer, with
+# floors; none.
 CASES = [
     ("odd", "dbtrimkv", {}),
     ("odd", "trimkv", {}),
@@ -23,7 +24,7 @@ CASES = [
     ("qwen3", "expected-attention", {}),
     ("qwen3", "dbtrimkv", {"kv": "k8v4"}),
     ("gemma3_text", "dbtrimkv", {}),
-    ("qwen3_5", "dbtrimkv", {}),
+    ("qwen3_5_moe", "dbtrimkv", {}),
     ("qwen3", "dbtrimkv", {"prefill_chunk": 128}),
 ]
 
@@ -46,8 +47,8 @@ def test_after_a_first_reply_nothing_is_compiled(
     warm, later = asked(kind="warm_and_later", model=model, policy=policy, settings=settings)
     assert not later
     # Long and short chunks, norms with a sum and without, layers with a window and without, codes
-    # of keys and of values: all others are compiled once.
-    most = {"pointwise.rms_norm_kernel": 2, "forms.encode_kernel": 2}
+    # of keys and of values, both products of an expert: all others are compiled once.
+    most = {"pointwise.rms_norm_kernel": 2, "forms.encode_kernel": 2, "experts.expert_kernel": 2}
     most |= {"prefill_attention.prefill_kernel": 2, "decode_attention.decode_kernel": 2}
     assert {name: n for name, n in Counter(warm).items() if n > most.get(name, 1)} == {}
     assert {"store.store_kernel", "decode_attention.decode_kernel"} <= set(warm)
