@@ -28,9 +28,16 @@ from tests.support.sessions import text_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 SECOND = torch.device("cuda", 1)
+
+
+class OnSecond(SimpleNamespace):
+    def __len__(self) -> int:
+        return 1
+
+
+ON_SECOND = OnSecond(device=SECOND, is_cuda=True, shape=(1,), requires_grad=False)
 # Every kernel that has a Triton form: what launches it, and its arguments; one tensor each says
 # where it lies.
-ON_SECOND = SimpleNamespace(device=SECOND, is_cuda=True, shape=(1,), requires_grad=False)
 LAUNCHES = {
     "append": ("make_room", (None, None, ON_SECOND)),
     "decode_attention": ("decode_attention", (ON_SECOND, *[None] * 8)),
@@ -38,8 +45,10 @@ LAUNCHES = {
     "evict": ("evict", (None, None, None, None, ON_SECOND, None, None)),
     "pointwise": ("gated", (ON_SECOND,)),
     "pointwise, norm": ("rms_norm", (ON_SECOND, None, None, 0.0)),
+    "experts": ("experts", (ON_SECOND, *[None] * 3)),
     "prefill_attention": ("prefill_attention", (ON_SECOND, *[None] * 5)),
     "product": ("multiply", (ON_SECOND, INTEGERS[8].of(torch.zeros(1, 1)))),
+    "sample": ("sample", (ON_SECOND, None, None)),
     "store": ("store_layer", (ON_SECOND, None, None, 0.0, None, None, None)),
     "window_scores": ("window_scores", (None, None, ON_SECOND, *[None] * 4, 0.0, ON_SECOND)),
     "worklist": ("build_worklist", (None, ON_SECOND, None)),
@@ -148,7 +157,7 @@ class FakeCuda:
             "current_stream": lambda: stream,
             "stream": lambda s: self.recorded("warm up"),
             "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
-            "graph": lambda graph, pool: self.recorded("capture", pool),
+            "graph": lambda graph, pool, **_: self.recorded("capture", pool),
             "graph_pool_handle": self.handle,
             "empty_cache": lambda: None,
             "memory_reserved": lambda device: self.reserved,

@@ -653,7 +653,12 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Device]:
         patch.setattr(torch.cuda, "CUDAGraph", Graph)
         patch.setattr(torch.cuda, "graph", _Capture)
         for name, reference in LAUNCHES.items():
-            patch.setitem(sys.modules, name, _launches(importlib.import_module(reference)))
+            made, (package, _, short) = (
+                _launches(importlib.import_module(reference)),
+                name.rpartition("."),
+            )
+            patch.setitem(sys.modules, name, made)
+            patch.setattr(importlib.import_module(package), short, made, raising=False)
         available = importlib.import_module(f"{KERNELS}.available")
         patch.setattr(available, "triton_installed", lambda: True)
         patch.setattr(
