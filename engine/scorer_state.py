@@ -259,9 +259,10 @@ class Rows:
     live: Tensor
 
     @classmethod
-    def of(cls, length: Tensor, table: Tensor, page_size: int) -> Rows:
-        """Gather the slots of ``length [R]`` and ``table [R, W]``."""
-        column = torch.arange(int(length.max()), device=length.device)
+    def of(cls, length: Tensor, table: Tensor, page_size: int, longest: int | None = None) -> Rows:
+        """Gather the slots of ``length [R]`` and ``table [R, W]``; ``longest``: of the rows."""
+        longest = int(length.max()) if longest is None else longest
+        column = torch.arange(longest, device=length.device)
         slot = table[:, column // page_size] * page_size + column % page_size
         live = column < length[:, None]
         return cls(slot.masked_fill(~live, 0), live)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -173,7 +174,7 @@ class PrefillChunk:
         if self.needs.mass:
             where = self.position, self._until
             rows, mass = self._mass_of(layer, query, where, self.needs.mass)
-            self._mass.append((rows.slot[rows.live], mass[rows.live]))
+            self._mass.append((rows.slot.flatten(), mass.flatten()))
         if reads and reads != "keys":
             self._received = self._paid_to_chunk(layer, query, reads)
 
@@ -193,6 +194,11 @@ class PrefillChunk:
         mixed, made = by.chunk(inputs, kept)
         self._states |= {state_name(layer, name): made[name] for name in parts}
         return mixed
+
+    @functools.cached_property
+    def _longest(self) -> list[int]:
+        """The entries of each layer's longest row, the chunk's included: one read for all."""
+        return self.cache.length[self.seq].amax(-1).tolist()
 
     def put_states(self) -> None:
         """Have the sequence's layers without entries go on behind the chunk, which is over."""
@@ -260,8 +266,8 @@ class PrefillChunk:
             seqs = torch.tensor([self.seq], device=ring.device)
             recent = self.position[None, -self.needs.queries :]
             store_queries(ring, seqs, recent, torch.stack(self._queries)[None])
-        for slot, mass in self._mass:
-            pool.state.flatten(0, 1)[slot, 0] += mass
+        for slot, mass in self._mass:  # cells without an entry add 0 to slot 0
+            pool.state.flatten(0, 1)[:, 0].index_add_(0, slot, mass)
         return self._drop_unfilled()
 
     def _drop_unfilled(self) -> int:
@@ -291,8 +297,9 @@ class PrefillChunk:
         """Add up attention of queries ``[Hq, Q, D]``; ``where``: their positions and until which
         they see.
         """
-        spec, cache = self.spec, self.cache
-        rows = Rows.of(cache.length[self.seq, layer], self.table[layer], cache.pool.page_size)
+        spec, cache, size = self.spec, self.cache, self.cache.pool.page_size
+        length, table = cache.length[self.seq, layer], self.table[layer]
+        rows = Rows.of(length, table, size, self._longest[layer])
         mass = attention_mass(
             query.unflatten(0, (spec.num_kv_heads, spec.group)),
             where[0].expand(spec.num_kv_heads, -1),
@@ -455,8 +462,8 @@ class DecodeStep:
         if self._queries and ring is not None:
             new = torch.stack(self._queries, 1)[..., None, :]
             store_queries(ring, self.seqs, self.position[:, None], new)
-        for slot, mass in self._mass:
-            pool.state.flatten(0, 1)[slot, 0] += mass
+        for slot, mass in self._mass:  # cells without an entry add 0 to slot 0
+            pool.state.flatten(0, 1)[:, 0].index_add_(0, slot, mass)
 
     def _add_mass(self, layer: int, query: Tensor) -> None:
         spec, cache = self.spec, self.cache
@@ -473,7 +480,7 @@ class DecodeStep:
             self.needs.mass,
             spec.sliding_window[layer] or 0,
         )
-        self._mass.append((rows.slot[rows.live], mass[rows.live]))
+        self._mass.append((rows.slot.flatten(), mass.flatten()))
 
 
 def _kernels_read(pool: PagePool) -> bool:
