@@ -69,6 +69,7 @@ def test_growth_alone_captures_anew() -> None:
         engine = sessions[0].engine
         engine.decode_many(sessions, [5] * 4, 4)
         engine.decode_many(sessions[:2], [5] * 2, 4)
+        assert card.mode == "thread_local"  # what other threads do meanwhile voids nothing
         before = card.captured
         for steps, stop in ((1, []), (9, [7]), (16, [7, 8, 9]), (40, [])):
             engine.decode_many(sessions, [6] * 4, steps, stop)

@@ -180,17 +180,18 @@ def test_kernels_are_compiled_by_a_prompt_of_each_size_and_a_burst(
     engine = Engine.from_pretrained(
         folder, policy="streamingllm", budget=24, dtype="float32", prefill_chunk=32
     )
-    bursts: list[tuple[int, int]] = []
+    bursts: list[tuple[int, int, bool]] = []
     decode = engine.decode_many
 
-    def noted(sessions: Any, tokens: Any, steps: int) -> Any:
-        made = decode(sessions, tokens, steps)
-        bursts.append((sessions[0].seen, len(made[0])))
+    def noted(sessions: Any, tokens: Any, steps: int, **drawn: Any) -> Any:
+        made = decode(sessions, tokens, steps, **drawn)
+        bursts.append((sessions[0].seen, len(made[0]), drawn["draws"] is not None))
         return made
 
     monkeypatch.setattr(engine, "decode_many", noted)
     compile_kernels(engine)
-    assert bursts == [(32 + 70 + 3 + 20 + 40 + 20, 20)]
+    read = 32 + 70 + 3 + 20 + 40
+    assert bursts == [(read + 20, 20, False), (read + 40, 20, True)]
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages > 0
 
 
