@@ -271,7 +271,7 @@ def two_cards() -> str:
 
 DISTILL = ["-m", "mmkv", "distill", "--model", str(MODEL), "--data", "scenes:dense"]
 DISTILL += "--steps 20 --log-every 10 --budget 24 --d-gate 48".split()
-TESTS = "-m pytest -q -p no:cacheprovider".split()
+TESTS = "-m pytest -p no:cacheprovider".split()
 _8B = "-m benchmarks.bench.decode --shape qwen3-vl-8b --cases 1:4096:256 16:4096:256 --rounds 3"
 
 

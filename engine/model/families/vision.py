@@ -104,8 +104,7 @@ def build_vision(
         _widen(model, weights, dtype)
     if device != _CPU:
         move(model, device)
-        half = dtype in (torch.bfloat16, torch.float16)
-        if half and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8:
+        if device.type == "cuda" and dtype != torch.float32:
             attend_at_once(model)
         return model, note
     give_back()
@@ -483,7 +482,7 @@ def _set_attention(model: Any, form: WeightForm) -> None:
 def attend_at_once(model: Any) -> None:
     """Have a tower's layers attend in one launch, however many pictures and windows there are.
 
-    For half precision on a GPU of capability 8 or later; other towers stay as they are.
+    For half precision on a GPU; other towers stay as they are.
     """
     _attend_by(model, "mmkv_flash_parts", _attend_at_once, _IN_PARTS)
 
