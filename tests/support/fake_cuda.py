@@ -271,9 +271,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _inside(x: Any) -> list[Any]:
-    """Return what tuples, lists and dicts hold; torch's own functions for it take ten times as
-    long.
-    """
+    """Return what tuples, lists and dicts hold. Torch's own functions take far longer for it."""
     if isinstance(x, (tuple, list)):
         return [each for one in x for each in _inside(one)]
     if isinstance(x, dict):
