@@ -387,7 +387,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if args.fake:
         os.environ["MMKV_FAKE_CARD"] = "1"
+    import torch
+
     from mmkv.training.measure.record import machine, require_output, versions
+
+    if not (args.fake or torch.cuda.is_available()):
+        parser.error("torch finds no GPU here; --fake tries this program without one")
 
     require_output(args.output)
     target = args.output / "report.json"
