@@ -286,7 +286,11 @@ def steps(folder: Path) -> list[Step]:
         files = [f"tests/engine/backends/test_kernels_{idea}.py" for idea in ideas]
         return Step(f"kernels: {name}", "all pass", _tests(*files))
 
-    watched = [*kernels("", "attention", "evict").command, "-k", "ragged or ties", "-x"]
+    watched = [
+        *kernels("", "attention", "evict").command,
+        "-k",
+        "triton and (ties or long_row or gaps or idle)",
+    ]
     output = ["--output", str(folder)]
     trained = ["tests/training/test_capacity.py", "tests/training/test_gated_attention.py"]
     return [
