@@ -2,8 +2,8 @@
 
 Steps run one after the other, each in a process of its own, since a fault leaves a card unusable to
 the process that made it. None stops the others. A step prints a verdict, what it found and what is
-expected; all of it, with the machine and the end of each step's output, stands in one file, which
-is written anew after every step. Expected times are of one H100 and no more than counted.
+expected; all of it, with the machine, the benchmarks' figures and the end of each step's output,
+stands in one file, which is written anew after every step. Expected times are of one H100 and no more than counted.
 
 ``--fake`` runs the steps on the fake card of the tests, to try this program without a GPU; times
 mean nothing there. ``--only NAME`` is a part of them. To add a step, write a function with
@@ -272,7 +272,6 @@ def two_cards() -> str:
 DISTILL = ["-m", "mmkv", "distill", "--model", str(MODEL), "--data", "scenes:dense"]
 DISTILL += "--steps 20 --log-every 10 --budget 24 --d-gate 48".split()
 TESTS = "-m pytest -p no:cacheprovider".split()
-_8B = "-m benchmarks.bench.decode --shape qwen3-vl-8b --cases 1:4096:256 16:4096:256 --rounds 3"
 
 
 def _tests(*files: str) -> list[str]:
@@ -286,12 +285,13 @@ def steps(folder: Path) -> list[Step]:
         files = [f"tests/engine/backends/test_kernels_{idea}.py" for idea in ideas]
         return Step(f"kernels: {name}", "all pass", _tests(*files))
 
-    watched = [
-        *kernels("", "attention", "evict").command,
-        "-k",
-        "triton and (ties or long_row or gaps or idle)",
-    ]
+    few = ["-k", "triton and (ties or long_row or gaps or idle)"]  # a sanitizer is slow
+    watched = [*kernels("", "attention", "evict").command, *few]
     output = ["--output", str(folder)]
+    tiny = "--shape tiny --cases tiny --device cpu --dtype float32"  # of programs of their own
+    asked = tiny if _fake() else "--shape qwen3-vl-8b"
+    cases = asked if _fake() else f"{asked} --cases 1:4096:256 16:4096:256 --rounds 3"
+    decode = f"-m benchmarks.bench.decode {cases} --no-eager --no-parts --peers"
     trained = ["tests/training/test_capacity.py", "tests/training/test_gated_attention.py"]
     return [
         the_machine,
@@ -308,12 +308,12 @@ def steps(folder: Path) -> list[Step]:
         Step(
             "kernels' share of the bandwidth",
             "over half of it for attention",
-            ["-m", "benchmarks.bench.kernels", *output],
+            [*f"-m benchmarks.bench.kernels {asked}".split(), *output],
         ),
         Step(
             "a decode step at 8B",
             "6.3 to 7.2 ms at B = 1, 7.0 to 7.8 at B = 16",
-            [*_8B.split(), "--no-eager", "--no-parts", "--peers", *output],
+            [*decode.split(), *output],
         ),
         profile,
         heads_of_256,
@@ -410,6 +410,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for step in chosen:
         made = run(step)
         report["steps"][step.name] = made | {"expected": step.expected}
+        files = args.output.glob("gpu-*.json")  # of the benchmarks
+        report["figures"] = {path.stem: json.loads(path.read_text()) for path in files}
         target.write_text(json.dumps(report, indent=1) + "\n")
         print(f"{made['verdict']:8} {step.name} ({made['seconds']} s): {made['found']}", flush=True)
         print(f"{'':9}expected: {step.expected}", flush=True)
