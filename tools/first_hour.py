@@ -3,7 +3,8 @@
 Steps run one after the other, each in a process of its own, since a fault leaves a card unusable to
 the process that made it. None stops the others. A step prints a verdict, what it found and what is
 expected; all of it, with the machine, the benchmarks' figures and the end of each step's output,
-stands in one file, which is written anew after every step. Expected times are of one H100 and no more than counted.
+stands in one file, which is written anew after every step. Expected times are of one H100 and no
+more than counted.
 
 ``--fake`` runs the steps on the fake card of the tests, to try this program without a GPU; times
 mean nothing there. ``--only NAME`` is a part of them. To add a step, write a function with
