@@ -29,6 +29,7 @@ from tests.support.factories import checkpoint, make_model, make_turn
 from tests.support.fake_cuda import Device
 from tests.support.servers import serving
 from tests.support.sessions import SMALL_CONTEXT, save_checkpoint, text_ids
+from tests.support.tiers import long_but
 from tests.training.test_distill import short_run, train
 
 SCENE = str(bundled_model().parent / "scene.png")
@@ -77,7 +78,9 @@ def written(
     return [writer.token_ids for writer in writers]
 
 
-@pytest.mark.parametrize("looking", LOOKING)
+@pytest.mark.parametrize(
+    "looking", long_but(("a stop string", "bad words", "a grammar"), LOOKING, "the other kinds")
+)
 def test_a_batch_stays_on_the_graph_when_one_of_its_replies_looks(
     looking: str, card: Device | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
