@@ -219,7 +219,7 @@ def every_policy() -> str:
 def stop_string() -> str:
     from mmkv import Sampling
 
-    engine, times = _shaped_chat(), []
+    engine, times = _engine(budget=64, policy="streamingllm"), []
     for stop in ((), ("zebra crossing",)):
         sampling = Sampling(temperature=0.7, seed=1, max_new_tokens=96, stop=stop)
         for timed in (False, True):
@@ -232,10 +232,6 @@ def stop_string() -> str:
     if not _fake():
         require(ratio < 1.3, f"{ratio:.2f} times as long")
     return f"{1e3 * times[0]:.2f} and {1e3 * times[1]:.2f} ms a token, {ratio:.2f} times"
-
-
-def _shaped_chat() -> Any:
-    return _engine(budget=64, policy="streamingllm")
 
 
 @check("16 clients that join one by one", "16 answers, no errors")

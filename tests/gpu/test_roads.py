@@ -32,8 +32,6 @@ from tests.support.sessions import SMALL_CONTEXT, save_checkpoint, text_ids
 from tests.support.tiers import long_but
 from tests.training.test_distill import short_run, train
 
-SCENE = str(bundled_model().parent / "scene.png")
-
 
 def engine_on(device: str, **options: Any) -> Engine:
     usual = {"dtype": "float32", "budget": 32, "kv": "auto"}

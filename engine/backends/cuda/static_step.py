@@ -436,6 +436,9 @@ class GraphRunner:
                 else:
                     graphs[cut].replay()
         finally:
+            made = step.log_beta
+            self.logits = step.logits[: len(going)]
+            self.log_beta = None if made is None else made[: len(going), steps - 1]
             error, least, rows = self._count(step, batch, burst, going, steps)
         if error:
             raise BudgetError("the page pool was too small for a step; this is a bug in mmkv")
@@ -444,8 +447,6 @@ class GraphRunner:
                 "a session has more entries than the eviction on the GPU was made for and stands "
                 "above its budget; this is a bug in mmkv, decode it step by step"
             )
-        self.logits = step.logits[: len(going)]
-        self.log_beta = None if step.log_beta is None else step.log_beta[: len(going), steps - 1]
         return [[token for token in row if token != -1] for row in rows]
 
     def _count(
