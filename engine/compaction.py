@@ -1,15 +1,19 @@
 """Compaction of rope positions: how a bounded session goes on beyond the trained context.
 
 A session's rope positions grow with every token, evicted or not, and a model was trained for so
-many. Before they would pass the last one, the gaps that evicted tokens have left are closed, down
-to half of the context: no gap is longer than G afterwards, the largest length with which all fits.
-A picture moves as a whole, tokens keep their order, and no distance grows. A key that moves by d
-positions is multiplied with R(-d), the plain rotation of a text token, since all axes of a position
-move alike; angles are computed in float64 (at a million, those in float32 are off by 0.04 rad).
-Ages count tokens, not positions, so gates and scores stay.
+many. Before they would pass the last one, the gaps that evicted tokens have left are closed, in
+each row (layer, KV head) by itself, since attention compares a query with the keys of one row: what
+follows has the same next position in all rows, T, and in a row no gap is longer than G afterwards,
+the largest length with which the row fits before T. A picture moves as a whole, tokens keep their
+order, and no distance grows. T is half of the context, or what the longest row needs, up to three
+quarters; a row that needs more loses its lowest entries.
 
-With G = 0, text alone and rows that keep the same tokens this is StreamingLLM (arXiv 2309.17453,
-section 3.2), whose positions are those inside the cache.
+A key that moves by d positions is multiplied with R(-d), the plain rotation of a text token, since
+all axes of a position move alike; angles are computed in float64 (at a million, those in float32
+are off by 0.04 rad). Ages count tokens, not positions, so gates and scores stay.
+
+With G = 0 and text alone this is StreamingLLM (arXiv 2309.17453, section 3.2), whose positions are
+those inside the cache.
 """
 
 from __future__ import annotations
@@ -23,16 +27,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.engine.cache import RaggedCache
+from mmkv.engine.cache import Entries, RaggedCache
 from mmkv.engine.model.rope import rotate
-from mmkv.engine.scorer_state import POSITIONS, QUERIES, window_positions
+from mmkv.engine.scorer_state import POSITIONS, QUERIES
 
 # Entries whose keys are turned at a time.
 _AT_ONCE = 2**16
+# Where a row's number stands beside a token's.
+_ROW = 32
 
 
 class Run(NamedTuple):
     """Tokens from index ``token`` on, up to the next run's, whose first has rope ``position``.
+
+    The position is the one that it would have, had nothing moved (:class:`RowShifts`).
 
     ``extent``: how many positions a picture takes, however many tokens it has; 0: a text, each
     token of which takes one.
@@ -110,108 +118,244 @@ def _line(run: Run, token: int) -> int:
     return run.position + token - run.token
 
 
-@dataclass(frozen=True)
-class Compaction:
-    """Where the tokens that are held move.
+@dataclass(frozen=True, eq=False)
+class RowShifts:
+    """How far the tokens of each of R rows have moved back, all compactions together.
+
+    What a row held when it was last drawn together has a shift of its own, and so have the
+    tokens that followed. It takes 8 bytes an entry at most, and none before the first compaction.
 
     Attributes:
-        token: ``[S]`` int64 ascending, first index of each segment: a picture, or one token.
-        shift: ``[S]`` int64, how many positions it moves back; never less than the one before.
-        runs, next_position: those of the sequence afterwards.
-        gap: G, the longest gap that stays.
+        start: int64 ``[R + 1]``, where the parts of each row begin; its first begins with token 0.
+        token: int32 ``[S]`` ascending in each row, the first token of each part.
+        shift: int32 ``[S]``, by how many positions the tokens of each part have moved.
+        newest: the shift of all tokens that follow.
     """
 
+    start: np.ndarray
     token: np.ndarray
     shift: np.ndarray
-    runs: Runs
-    next_position: int
-    gap: int
+    newest: int
+
+    @classmethod
+    def of(cls, row: np.ndarray, token: np.ndarray, shift: np.ndarray, newest: int) -> RowShifts:
+        """Gather parts ``[S]`` in order of row and token; each row has one at least."""
+        new = np.ones(row.size, bool)
+        new[1:] = row[1:] != row[:-1]
+        other = new.copy()
+        other[1:] |= shift[1:] != shift[:-1]  # neighbours that moved alike are one part
+        token = np.where(new, 0, token)[other].astype(np.int32)
+        start = np.append(np.flatnonzero(new[other]), token.size)
+        return cls(start, token, shift[other].astype(np.int32), newest)
+
+    def at(self, row: np.ndarray, token: np.ndarray) -> np.ndarray:
+        """Return the shifts ``[N]`` of tokens in rows, both int64 ``[N]``."""
+        own = np.arange(self.start.size - 1).repeat(np.diff(self.start)) << _ROW | self.token
+        found: np.ndarray = self.shift[np.searchsorted(own, row << _ROW | token, "right") - 1]
+        return found.astype(np.int64)
+
+    def least(self, token: int) -> int:
+        """Return the smallest shift that a token has in any row."""
+        rows = np.arange(self.start.size - 1)
+        return int(self.at(rows, np.full_like(rows, token)).min())
+
+    def cut(self, seen: int, newest: int) -> RowShifts:
+        """Return those of the first ``seen`` tokens, and of others that follow those."""
+        rows = self.start.size - 1
+        row = np.arange(rows).repeat(np.diff(self.start))
+        stays = self.token < seen
+        last = np.full(rows, seen), np.full(rows, newest)
+        row, token, shift = (
+            np.concatenate(parts)
+            for parts in (
+                (row[stays], np.arange(rows)),
+                (self.token[stays].astype(np.int64), last[0]),
+                (self.shift[stays].astype(np.int64), last[1]),
+            )
+        )
+        order = np.argsort(row << _ROW | token)
+        return RowShifts.of(row[order], token[order], shift[order], newest)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowShifts):
+            return NotImplemented
+        parts = ((self.start, other.start), (self.token, other.token), (self.shift, other.shift))
+        return self.newest == other.newest and all(np.array_equal(*both) for both in parts)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-def plan(
-    live: np.ndarray,
-    runs: Runs,
-    seen: int,
-    next_position: int,
-    last: int,
-    flat: bool = False,
-) -> Compaction | None:
-    """Return how positions move so that the next is at most ``last``; None: it cannot be.
+class Held:
+    """The entries of a sequence, and the segments that move as a whole: a picture, or one token.
+
+    The tokens whose queries a scorer keeps are one segment of every row, up to the next position:
+    their queries then move as their keys do.
 
     Args:
-        live: indices of the tokens that are held in any row, int64 ascending.
-        seen: tokens of the sequence; next_position: of the text that follows.
-        flat: whether each token of a picture has a position of its own, as text has: pictures that
-            do not fit as a whole then lose gaps inside, too.
+        row, token: int64 ``[N]``, of each entry.
+        rows: R, of the sequence; shifts: of its tokens so far, None: nothing has moved.
+        seen: its tokens; next_position: of the text that follows.
+        window: tokens whose queries are kept.
+
+    Attributes:
+        runs: as given; of: ``[N]``, the segment of each entry.
+        longest: positions that the row needs which needs most, all its gaps closed.
+        rigid: those of the newest tokens among them, which no eviction makes fewer.
     """
-    if not live.size:
-        return Compaction(live, live, (Run(seen, 0),), 0, 0)
-    table = np.array(runs, np.int64)
-    run = np.searchsorted(table[:, 0], live, "right") - 1
-    token, position, extent = table[run].T
-    sees = extent > 0
-    first = ~sees
-    first[0] = True
-    first[1:] |= run[1:] != run[:-1]
-    old = np.where(sees, position, position + live - token)[first]
-    size = np.where(sees, extent, 1)[first]
-    gaps = np.append(old[1:], next_position) - old - size
-    least, most = 0, int(gaps.max())
-    room = last - int(size.sum())
-    if room < 0 and flat and sees.any():
-        plain = tuple(run._replace(extent=0) for run in runs)
-        return plan(live, plain, seen, next_position, last)
-    if room < 0:
-        return None
-    while least < most:  # the largest G that fits
-        middle = (least + most + 1) // 2
-        if int(np.minimum(gaps, middle).sum()) <= room:
-            least = middle
-        else:
-            most = middle - 1
-    ends = np.cumsum(size + np.minimum(gaps, least))
-    new = np.append(0, ends[:-1])
-    at = np.where(sees, token, live)[first]
-    kept = np.where(sees, extent, 0)[first]
-    # Neighbours in a text stay one run.
-    begins = np.ones(at.size, bool)
-    begins[1:] = (kept[1:] > 0) | (kept[:-1] > 0)
-    begins[1:] |= (np.diff(at) != 1) | (np.diff(new) != 1)
-    rows = np.stack([at, new, kept], 1)[begins].tolist()
-    moved = tuple(Run(*row) for row in rows)
-    end = int(ends[-1])
-    return Compaction(at, old - new, with_text(moved, seen, end), end, least)
+
+    def __init__(
+        self,
+        row: np.ndarray,
+        token: np.ndarray,
+        runs: Runs,
+        shifts: RowShifts | None,
+        rows: int,
+        seen: int,
+        next_position: int,
+        window: int = 0,
+    ) -> None:
+        self._row, self._token, self.runs, self._shifts = row, token, runs, shifts
+        self._rows, self._seen, self._next, self._window = rows, seen, next_position, window
+        first, position, extent = np.array(runs, np.int64).reshape(-1, 3).T
+
+        def run(tokens: np.ndarray) -> np.ndarray:
+            return np.searchsorted(first, tokens, "right") - 1
+
+        newest = max(seen - window, 0)
+        begun = int(run(np.array([newest]))[0])
+        if window and extent[begun] and first[begun] < newest:
+            newest = int(first[begun])
+        at = run(token)
+        head = np.where(extent[at] > 0, first[at], token)
+        key = row << _ROW | np.where(token >= newest, newest, head)
+        if newest < seen:  # each row has it, whatever it holds
+            key = np.append(key, np.arange(rows) << _ROW | newest)
+        key, of = np.unique(key, return_inverse=True)
+        self.of: np.ndarray = of[: row.size]
+        self._of_row, self._head = key >> _ROW, key & (1 << _ROW) - 1
+        at = run(self._head)
+        where = position[at] + np.where(extent[at] > 0, 0, self._head - first[at])
+        moved = 0 if shifts is None else shifts.at(self._of_row, self._head)
+        self._origin, self._old = where, where - moved
+        sees, self._tail = extent[at] > 0, self._head >= newest
+        self._size = np.where(sees, extent[at], 1)
+        self._size[self._tail] = next_position - self._old[self._tail]
+        begins = np.ones(key.size, bool)
+        begins[1:] = self._of_row[1:] != self._of_row[:-1]
+        self._begins = np.flatnonzero(begins)
+        self._last = np.append(self._begins, key.size)[1:] - 1
+        after = np.append(self._old, next_position)[1:]
+        after[self._last] = next_position
+        self._gap = after - self._old - self._size
+        self._kept_runs = {*at.tolist(), *range(begun, len(runs))}
+        needs = self._by_row(self._size)
+        self._needs: np.ndarray = needs.repeat(self._counts)
+        self.longest = int(needs.max(initial=0))
+        self.rigid = int(self._size[self._tail].max(initial=0))
+
+    @property
+    def _counts(self) -> np.ndarray:
+        return self._last - self._begins + 1
+
+    def _by_row(self, of_segments: np.ndarray) -> np.ndarray:
+        if not self._begins.size:
+            return np.zeros(0, np.int64)
+        summed: np.ndarray = np.add.reduceat(of_segments, self._begins)
+        return summed
+
+    @property
+    def plain(self) -> Held | None:
+        """The same with pictures whose tokens move one by one; None: it holds none."""
+        if not any(run.extent for run in self.runs):
+            return None
+        runs = tuple(run._replace(extent=0) for run in self.runs)
+        stands = self._shifts, self._rows, self._seen, self._next, self._window
+        return Held(self._row, self._token, runs, *stands)
+
+    def above(self, most: int, keys: np.ndarray) -> np.ndarray:
+        """Return the entries, indices ``[K]``, that rows lose which need more than ``most``.
+
+        The lowest go, as few as there can be. A picture takes its positions until the last of its
+        entries has gone; the newest segment goes last, since that frees none.
+
+        Args:
+            keys: int64 ``[N]``, in the order of the scores.
+        """
+        inside = np.flatnonzero((self._needs[self.of] > most) & ~self._tail[self.of])
+        order = inside[np.lexsort((self._token[inside], keys[inside], self._row[inside]))]
+        row, of = self._row[order], self.of[order]
+        last = np.zeros(self._head.size, np.int64)
+        np.maximum.at(last, of, np.arange(order.size))
+        frees = np.where(last[of] == np.arange(order.size), self._size[of], 0)
+        freed = np.cumsum(frees) - frees  # before each goes
+        begins = np.searchsorted(row, row)  # of the row's first
+        freed -= freed[begins]
+        chosen: np.ndarray = order[self._needs[of] - freed > most]
+        return chosen
+
+    def drawn_together(self, last: int) -> Compaction:
+        """Return how positions move so that the next is ``last``, at least :attr:`longest`."""
+        room = (last - self._by_row(self._size)).repeat(self._counts)
+        least = np.zeros(self._head.size, np.int64)
+        most = np.full_like(least, max(int(self._gap.max(initial=0)), 0))
+        while (least < most).any():  # the largest G of each row that fits
+            middle = (least + most + 1) // 2
+            closed = self._by_row(np.minimum(self._gap, middle)).repeat(self._counts)
+            fits = closed <= room
+            least, most = np.where(fits, middle, least), np.where(fits, most, middle - 1)
+        taken = self._size + np.minimum(self._gap, least)
+        behind = np.cumsum(taken)
+        ends = behind[self._last].repeat(self._counts)
+        # From the end backwards. What gaps of one length leave over moves nothing to the right.
+        new = np.minimum(last - (ends - behind + taken), self._old)
+        newest = self._next - last + (0 if self._shifts is None else self._shifts.newest)
+        row = np.append(self._of_row, np.arange(self._rows))
+        token = np.append(self._head, np.full(self._rows, self._seen))
+        shift = np.append(self._origin - new, np.full(self._rows, newest))
+        order = np.argsort(row << _ROW | token)
+        shifts = RowShifts.of(row[order], token[order], shift[order], newest)
+        runs = tuple(self.runs[index] for index in sorted(self._kept_runs))
+        return Compaction((self._old - new)[self.of], self._next - last, runs, shifts)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of it stands between 0 and the next position."""
+        ends = (self._old + self._size).max(initial=0)
+        return int(self._old.min(initial=0)) >= 0 and int(ends) <= self._next
 
 
-def live_tokens(cache: RaggedCache, seq: int, seen: int) -> np.ndarray:
-    """Return the tokens that any row of a sequence holds, ascending; those of its recent queries,
-    which scorers compare with keys, are among them.
+@dataclass(frozen=True)
+class Compaction:
+    """Where the entries of a sequence move.
+
+    Attributes:
+        back: ``[N]`` int64, how many positions each moves back.
+        newest: how many the next position moves, and the queries that are kept.
+        runs, shifts: those of the sequence afterwards.
     """
-    held = cache.pool.position.view(-1)[cache.entries(seq).slot].long()
-    if QUERIES in cache.memory:
-        recent = window_positions(seen, cache.memory[QUERIES].shape[3], held.device)
-        held = torch.cat([held, recent[recent >= 0]])
-    found: np.ndarray = held.unique().cpu().numpy()
-    return found
+
+    back: np.ndarray
+    newest: int
+    runs: Runs
+    shifts: RowShifts
 
 
 def move(
-    cache: RaggedCache, seq: int, seen: int, made: Compaction, inv_freq: Sequence[Tensor]
+    cache: RaggedCache,
+    seq: int,
+    entries: Entries,
+    made: Compaction,
+    inv_freq: Sequence[Tensor],
 ) -> None:
     """Turn the keys of a sequence, and its recent queries, back by what their tokens move.
 
     Args:
-        inv_freq: of each layer with entries the rope's frequencies ``[rot / 2]``.
+        entries: all of the sequence; inv_freq: of each layer with entries the rope's frequencies
+            ``[rot / 2]``.
     """
     pool = cache.pool
-    token, shift = (torch.from_numpy(x).to(pool.device) for x in (made.token, made.shift))
-
-    def shifts(tokens: Tensor) -> Tensor:
-        return shift[(torch.searchsorted(token, tokens, right=True) - 1).clamp(min=0)]
-
-    entries = cache.entries(seq)
-    by = shifts(pool.position.view(-1)[entries.slot].long())
-    moves = (by > 0).nonzero().flatten()
+    by = torch.from_numpy(made.back).to(pool.device)
+    moves = by.nonzero().flatten()
     bounds = torch.arange(1, len(inv_freq) + 1, device=pool.device) * cache.kv_heads
     ends = torch.searchsorted(entries.row[moves].contiguous(), bounds).tolist()
     for frequencies, start, end in zip(inv_freq, [0, *ends], ends, strict=False):
@@ -220,13 +364,12 @@ def move(
             pool.put_keys(slots, turned(pool.keys_at(slots), by[some], frequencies))
     if QUERIES in cache.memory:
         ring = cache.memory[QUERIES][seq]  # [L, Hq, w, D]
-        at = window_positions(seen, ring.shape[2], ring.device)
-        back = torch.where(at >= 0, shifts(at), 0)
+        back = torch.full((ring.shape[2],), made.newest, device=pool.device)
         for layer, frequencies in zip(ring, inv_freq, strict=True):
             queries = pool.form.rotate(layer.transpose(0, 1))
             layer.copy_(pool.form.rotate(turned(queries, back, frequencies)).transpose(0, 1))
         if POSITIONS in cache.memory:
-            cache.memory[POSITIONS][seq] -= back
+            cache.memory[POSITIONS][seq] -= made.newest
 
 
 def turned(x: Tensor, back: Tensor, inv_freq: Tensor) -> Tensor:

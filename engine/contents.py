@@ -31,7 +31,8 @@ class Memory:
             does not, or they were not compared.
         pictures: of each picture (each frame of a video) the share of its entries that is held.
         compactions: how often rope positions were drawn together to stay inside the trained context
-            (:mod:`mmkv.engine.compaction`).
+            (:mod:`mmkv.engine.compaction`); capped: the dropped entries that went since their row
+            was too long for that.
         worn: whether they were drawn together so often that old keys, which are rounded each time,
             may be far off (:attr:`mmkv.engine.cache.forms.KVForm.most_moves`).
         risk: the share of later attention, as the gates predict it, that belongs to dropped
@@ -57,6 +58,7 @@ class Memory:
     pictures: tuple[float, ...] = ()
     state_bytes: int = 0
     compactions: int = 0
+    capped: int = 0
     vision_bytes: int = field(default=0, compare=False)
     risk: float | None = field(default=None, compare=False)  # its last bits vary
     over_risk: bool = False
@@ -135,6 +137,7 @@ def memory_of(
     pictures: Sequence[Span] = (),
     vision_bytes: int = 0,
     compactions: int = 0,
+    capped: int = 0,
     risk: float | None = None,
     over_risk: bool = False,
     risk_unknown: bool = False,
@@ -159,6 +162,7 @@ def memory_of(
         pictures=_held(pictures, cache.pool.position.view(-1)[entries.slot], cache.rows),
         vision_bytes=vision_bytes,
         compactions=compactions,
+        capped=capped,
         risk=risk,
         over_risk=over_risk,
         risk_unknown=risk_unknown,

@@ -155,8 +155,7 @@ class Prefill:
         session, turn = self._session, self._turn
         engine = session.engine
         grows = session.may_compact and engine.policy.evicts
-        kept = engine.budgets.competing(session) // engine.spec.rows
-        if self.tokens <= self.chunk or not grows or 2 * kept > engine.spec.max_position:
+        if self.tokens <= self.chunk or not grows:
             session.require_context(self.tokens, turn.next_position)
             return
         for done in range(0, self.tokens, self.chunk):
@@ -173,7 +172,7 @@ class Prefill:
 
     def needs_context(self) -> bool:
         """Return whether positions have to move for the next chunk. Raises ContextError."""
-        return self._session.require_context(*self._next_context()) is not None
+        return self._session.require_context(*self._next_context())
 
     def make_context(self) -> None:
         """Have rope positions for the next chunk; see :mod:`mmkv.engine.compaction`.
@@ -215,7 +214,7 @@ class Prefill:
         if turn.visual is not None:
             session.pictures = with_pictures(session.pictures, turn.modality, session.seen, before)
         if session.runs is not None:
-            given = turn.modality, turn.positions
+            given = turn.modality, turn.positions + session.newest_shift
             session.runs = with_tokens(session.runs, session.seen, *given)
         session.count_appended(tokens, self._end(self.done))
         if session.meter is not None and log_beta is not None:

@@ -16,11 +16,10 @@ from mmkv.engine.budget import TURN
 from mmkv.engine.budgets import SequenceSize
 from mmkv.engine.cache import Entries
 from mmkv.engine.compaction import (
-    Compaction,
+    Held,
+    RowShifts,
     Runs,
-    live_tokens,
     move,
-    plan,
     position_of,
     runs_of,
     with_text,
@@ -31,10 +30,11 @@ from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, CacheView
+from mmkv.engine.policies.selection import sort_key
 from mmkv.engine.prefill import Prefill, claimed, run_whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.risk import Risk, RiskMeter, entries_needed
-from mmkv.engine.scorer_state import RINGS, forget_positions, view_of
+from mmkv.engine.scorer_state import QUERIES, RINGS, forget_positions, score_entries, view_of
 from mmkv.engine.system import exact_products
 from mmkv.engine.trace import FORGOTTEN, Recorder
 
@@ -57,7 +57,9 @@ _STATE = (
     "read_ids",
     "pictures",
     "runs",
+    "shifts",
     "compactions",
+    "capped",
     "dial",
 )
 
@@ -75,9 +77,10 @@ class CachedSequence:
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
             the model. prompt_tokens: those of them that came in prompts. pictures: where the
-            tokens of each begin and end. runs: which rope positions the tokens have, None where
-            that is not known; compactions: how often they were drawn together
-            (:mod:`mmkv.engine.compaction`).
+            tokens of each begin and end. runs: which rope positions the tokens would have, None
+            where that is not known; shifts: how far they have moved since, row by row, None: not;
+            compactions: how often; capped: entries that went since their row was too long for the
+            context (:mod:`mmkv.engine.compaction`).
         read_ids: a bit for each token id that it has read, evicted or not
             (:mod:`mmkv.engine.read_ids`).
         cache_salt: only sessions with the same one find each other's features of pictures.
@@ -95,7 +98,8 @@ class CachedSequence:
         self.pictures: tuple[Span, ...] = ()
         self.runs: Runs | None = ()
         self.meter = self.new_meter()
-        self.compactions = 0
+        self.shifts: RowShifts | None = None
+        self.compactions = self.capped = 0
         self.long_rope: bool | None = None
         self.cache_salt = ""
         self._claim = threading.RLock()
@@ -303,7 +307,8 @@ class CachedSequence:
             vision = self.engine.vision_cache.bytes_of(self.cache_salt)
             risk = self._risk()
             share = None if risk is None else risk.total
-            told = self.seen, *counts, self.pictures, vision, self.compactions, share
+            moved = self.compactions, self.capped
+            told = self.seen, *counts, self.pictures, vision, *moved, share
             dial = self._dial
             return memory_of(
                 self.engine.cache,
@@ -411,7 +416,7 @@ class CachedSequence:
             next_position: rope position of the next text token; None: each token took one.
         """
         if next_position is None and self.runs is not None:
-            self.runs = with_text(self.runs, self.seen, self.next_position)
+            self.runs = with_text(self.runs, self.seen, self.next_position + self.newest_shift)
         self.seen += tokens
         self.long_rope = bool(self.long_rope)
         self.next_position = self.next_position + tokens if next_position is None else next_position
@@ -525,8 +530,7 @@ class CachedSequence:
             if not seen:
                 fresh: dict[str, Any] = dict.fromkeys(_STATE, 0)
                 fresh |= {"long_rope": None, "pictures": (), "runs": ()}
-                fresh["meter"] = self.new_meter()
-                fresh["dial"] = None
+                fresh |= {"meter": self.new_meter(), "dial": None, "shifts": None}
                 self.engine.cache.clear(self.seq)
                 self.restore(fresh)
                 return
@@ -534,6 +538,11 @@ class CachedSequence:
             if self.runs is not None:
                 if self.compactions:
                     next_position = position_of(self.runs, seen)
+                if self.shifts is not None:
+                    # Where the first of those that go stands, in the row in which it moved least.
+                    origin, least = next_position, self.shifts.least(seen)
+                    next_position = min(origin - least, self.next_position)
+                    self.shifts = self.shifts.cut(seen, origin - next_position)
                 self.runs = without_after(self.runs, seen)
             forget_positions(self.engine.cache, self.seq, self.seen, seen)
             self.seen, self.next_position, self.prompt_tokens = seen, next_position, prompt_tokens
@@ -658,8 +667,13 @@ class CachedSequence:
         if self.closed:
             raise SessionError("the session is closed; open a new one with engine.session()")
 
-    def require_context(self, count: int, next_position: int) -> Compaction | None:
-        """Return how positions have to be drawn together for ``count`` more tokens; None: not.
+    @property
+    def newest_shift(self) -> int:
+        """By how many positions what comes next stands before where it would, had nothing moved."""
+        return 0 if self.shifts is None else self.shifts.newest
+
+    def require_context(self, count: int, next_position: int) -> bool:
+        """Return whether positions have to be drawn together for ``count`` more tokens.
 
         Args:
             next_position: rope position of the text that would follow them.
@@ -667,28 +681,64 @@ class CachedSequence:
         Raises:
             ContextError: there is no room for them.
         """
-        limit, switch, made = self.engine.spec.max_position, self.engine.spec.rope.switch_at, None
-        if self.long_rope is False and switch is not None:
-            limit = min(limit, switch)
+        limit = self._last_position
         if next_position <= limit:
-            return None
+            return False
+        needs = 0
         if self.may_compact and self.runs is not None and self.seen:
-            live = live_tokens(self.engine.cache, self.seq, self.seen)
-            last = min(limit // 2, limit - (next_position - self.next_position))
-            flat = self.engine.spec.rope.mrope_axes is None
-            made = plan(live, self.runs, self.seen, self.next_position, last, flat)
-        if made is not None:
-            return made
+            held, most = self._fitted(
+                self._held(self.engine.cache.entries(self.seq)), next_position
+            )
+            needs = held.longest
+            if needs <= most or (self._may_cap and held.rigid <= most >= limit // 4):
+                return True
         if limit < self.engine.spec.max_position:
             raise ContextError(
                 f"this session began with the short rope factors and cannot pass position "
                 f"{limit:,}; send the long text in the first prompt"
             )
+        why = f"one of its rows cannot take less than {needs:,} of them, and " if needs else ""
         raise ContextError(
             f"{count:,} more tokens after {self.seen:,} reach position {next_position:,}, the "
-            f"model was trained for {limit:,}; shorten the prompt, start a new session, or "
+            f"model was trained for {limit:,}; {why}shorten the prompt, start a new session, or "
             f"{self._remedy()}"
         )
+
+    @property
+    def _last_position(self) -> int:
+        """The last rope position that the next one may be."""
+        limit, switch = self.engine.spec.max_position, self.engine.spec.rope.switch_at
+        if self.long_rope is False and switch is not None:
+            limit = min(limit, switch)
+        return limit
+
+    @property
+    def _may_cap(self) -> bool:
+        """Whether a row may lose entries since it is too long for the context."""
+        return self.engine.policy.evicts and not self.engine.policy.keeps_prompt
+
+    def _held(self, entries: Entries) -> Held:
+        """Return where the entries of the session stand, ``entries`` being all of them."""
+        cache, runs = self.engine.cache, self.runs
+        assert runs is not None
+        position = cache.pool.position.view(-1)[entries.slot].long()
+        row, token = torch.stack([entries.row, position]).cpu().numpy()
+        queries = cache.memory.get(QUERIES)
+        window = 0 if queries is None else queries.shape[3]
+        stands = self.shifts, cache.rows, self.seen, self.next_position, window
+        return Held(row, token, runs, *stands)
+
+    def _fitted(self, held: Held, next_position: int) -> tuple[Held, int]:
+        """Return what is held, pictures whole if they fit, and the last next position for it.
+
+        Args:
+            next_position: of the text that would follow what is to come.
+        """
+        limit = self._last_position
+        most = min(limit * 3 // 4, limit - (next_position - self.next_position))
+        if held.longest > most and self.engine.spec.rope.mrope_axes is None:
+            held = held.plain or held
+        return held, most
 
     def _remedy(self) -> str:
         """Say what would let the session go on beyond the trained context."""
@@ -702,10 +752,14 @@ class CachedSequence:
             return "give it a budget in entries or bytes: a share grows with the session"
         if self.may_compact and self.runs is None:
             return "read the conversation again: an older mmkv saved it without its positions"
-        return "give it a smaller budget (set_budget)"
+        if self.engine.policy.keeps_prompt:
+            return "use a policy that evicts from prompts, too"
+        return "read it in smaller chunks (prefill_chunk)"
 
     def make_context(self, count: int, next_position: int) -> int:
         """Draw positions together where :meth:`require_context` says so.
+
+        Rows that are too long for the context lose their lowest entries before.
 
         Returns:
             by how many the next position moves back.
@@ -713,14 +767,37 @@ class CachedSequence:
         Raises:
             ContextError: there is no room for so many more tokens; nothing has changed then.
         """
-        made = self.require_context(count, next_position)
-        if made is None:
+        if not self.require_context(count, next_position):
             return 0
-        before, frequencies = self.next_position, self.engine.spec.frequencies(bool(self.long_rope))
-        move(self.engine.cache, self.seq, self.seen, made, frequencies)
-        self.runs, self.next_position = made.runs, made.next_position
+        entries = self.engine.cache.entries(self.seq)
+        held, most = self._fitted(self._held(entries), next_position)
+        if held.longest > most:
+            held = self._cap(held, entries, most)
+            entries = self.engine.cache.entries(self.seq)
+        made = held.drawn_together(min(max(self._last_position // 2, held.longest), most))
+        frequencies = self.engine.spec.frequencies(bool(self.long_rope))
+        move(self.engine.cache, self.seq, entries, made, frequencies)
+        self.runs, self.shifts = made.runs, made.shifts
+        self.next_position -= made.newest
         self.compactions += 1
-        return before - self.next_position
+        return made.newest
+
+    def _cap(self, held: Held, entries: Entries, most: int) -> Held:
+        """Evict the lowest entries of rows that need more than ``most`` positions."""
+        engine, view = self.engine, self.view(entries)
+        budget = engine.budgets.competing(self)
+        scores = score_entries(engine.cache, engine.policy, entries, view, budget)
+        above = held.above(most, sort_key(scores).long().cpu().numpy())
+        victims = torch.from_numpy(above).to(scores.device)
+        if self.recorder is not None:
+            self.recorder.step(self, "context")
+            self.recorder.died(view, victims, scores)
+        nan = int(scores[victims].isnan().sum())
+        engine.cache.drop(self.seq, victims, entries)
+        self.count_evicted(victims.numel(), nan)
+        self.capped += victims.numel()
+        self.runs = held.runs
+        return self._held(engine.cache.entries(self.seq))
 
     @property
     def may_compact(self) -> bool:

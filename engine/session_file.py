@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mmkv.engine.compaction import Held, RowShifts, runs_of
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import STOPS, BudgetError, SessionError, require_type, shown
 from mmkv.engine.paths import open_regular, whole_file
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 FORMAT = "mmkv-session-1"
 # What :class:`mmkv.engine.risk.RiskMeter` has added up; older files have none, and no risk then.
 _RISK = "risk"
+# Of a session that has passed its context, :class:`mmkv.engine.compaction.RowShifts`.
+_SHIFTS = {"shifts.start": torch.int64, "shifts.token": torch.int32, "shifts.shift": torch.int32}
 
 
 def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> None:
@@ -53,6 +56,11 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
         if session.meter is not None and session.meter.tokens == session.seen:
             tensors[_RISK] = session.meter.export()
     state = session.state() | {"budget": session.budget.as_list()}
+    shifts = state.pop("shifts")
+    if shifts is not None:
+        parts = map(torch.from_numpy, (shifts.start, shifts.token, shifts.shift))
+        tensors |= dict(zip(_SHIFTS, parts, strict=True))
+        state["newest_shift"] = shifts.newest
     del state["meter"]
     state["read_ids"] = f"{session.read_ids:x}"
     metadata = {
@@ -110,6 +118,7 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             check_state(header.state, engine)
             budget = _budget(engine, *header.state.budget)
             tensors = read_tensors(file, header.state, engine)
+            shifts = _shifts(tensors, header.state, engine)
         del metadata["digest"]
         if header.digest != _digest(tensors, metadata):
             raise InvalidFile("its checksum does not match its content")
@@ -119,7 +128,7 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             state = header.state.model_dump() | {"read_ids": int(header.state.read_ids or "0", 16)}
             if state["runs"] is None and state["next_position"] == state["seen"]:
                 state["runs"] = [(0, 0, 0)] if state["seen"] else []  # all text, in older files
-            state["meter"] = None
+            state |= {"meter": None, "shifts": shifts}
             if _RISK in tensors:
                 read = tensors[_RISK], state["seen"], engine.device
                 state["meter"] = RiskMeter.load(*read)
@@ -244,7 +253,9 @@ class State(Strict):
     read_ids: Annotated[str, Field(pattern="^[0-9a-f]*$")] = ""
     pictures: tuple[tuple[_Tokens, _Tokens], ...] = ()  # older files have none
     runs: tuple[tuple[_Tokens, _Tokens, _Tokens], ...] | None = None  # older files have none
+    newest_shift: _Tokens | None = None  # None: nothing has moved, or an older mmkv saved it
     compactions: _Count = 0
+    capped: _Count = 0
     dial: tuple[_Count, _Count, _Tokens, bool] | None = None  # of a budget with a risk
     budget: SavedBudget
 
@@ -288,7 +299,8 @@ def _in_order(state: State) -> bool:
     runs = state.runs or ()
     tokens, positions = ([run[i] for run in runs] for i in (0, 1))
     ordered = all(a < b for a, b in pairwise(tokens)) and positions == sorted(positions)
-    ends = all(run[1] + run[2] <= state.next_position for run in runs)
+    last = state.next_position + (state.newest_shift or 0)
+    ends = all(run[1] + run[2] <= last for run in runs)
     return ordered and ends and all(token <= state.seen for token in tokens)
 
 
@@ -310,6 +322,10 @@ def read_tensors(file: Any, state: State, engine: Runtime) -> dict[str, Tensor]:
     }
     if _RISK in names and engine.policy.scoring.needs.gates == "retention":
         wanted[_RISK] = ((len(MODALITIES), BINS), torch.float64)
+    if state.newest_shift is not None and names >= _SHIFTS.keys():
+        parts = file.get_slice("shifts.token").get_shape()[:1]
+        sizes = (cache.rows + 1,), *[tuple(parts)] * 2
+        wanted |= dict(zip(_SHIFTS, zip(sizes, _SHIFTS.values(), strict=True), strict=True))
     for name in sorted(names ^ wanted.keys()):
         raise InvalidFile(
             f"it {'has no' if name in wanted else 'has an unknown'} tensor {shown(name)}"
@@ -352,3 +368,24 @@ def _check_values(tensors: dict[str, Tensor], state: State) -> None:
     for name in sorted(states) + [name for name in _NUMBERS if name in tensors]:
         if not bool(tensors[name].isfinite().all()):
             raise InvalidFile(f"tensor {name} holds numbers that are not finite")
+
+
+def _shifts(tensors: dict[str, Tensor], state: State, engine: Runtime) -> RowShifts | None:
+    """Return what rows have moved, from a file's tensors. Raises InvalidFile: they cannot have."""
+    start, token, shift = (tensors.get(name) for name in _SHIFTS)
+    if state.newest_shift is None or start is None or token is None or shift is None:
+        return None
+    count, rows = (start[1:] - start[:-1]), engine.cache.rows
+    if int(start[0]) or int(count.min()) < 1 or int(start[-1]) != token.numel():
+        raise InvalidFile("the parts of its rows do not follow each other")
+    row = torch.arange(rows).repeat_interleave(count)
+    ordered = bool(((row << 32) + token.long()).diff().gt(0).all())
+    if not ordered or bool(token[start[:-1]].any()) or int(token.max()) > state.seen:
+        raise InvalidFile("the parts of a row do not begin with its first token, in order")
+    made = RowShifts(start.numpy(), token.numpy(), shift.numpy(), state.newest_shift)
+    row = torch.repeat_interleave(tensors["length"].flatten())
+    live = row.numpy(), tensors["position"].long().numpy()
+    runs, stands = runs_of(state.runs or ()), (rows, state.seen, state.next_position)
+    if runs and not Held(*live, runs, made, *stands).fits:
+        raise InvalidFile("an entry has moved to no position of the model")
+    return made

@@ -222,7 +222,7 @@ def _checked(
         if session.engine is not engine:
             raise SessionError("a session of another engine; decode it with its own engine")
         session._require_open()
-        moves |= session.require_context(1, session.next_position + 1) is not None
+        moves |= session.require_context(1, session.next_position + 1)
         if not 0 <= token < vocabulary:
             raise InputError(f"token id {token} is outside the vocabulary")
     if moves:

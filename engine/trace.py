@@ -29,7 +29,7 @@ DEATH = np.dtype(
 )
 # Why: its score, a write gate, a pruner, or as it was asked.
 EVICTED, REFUSED, PRUNED, FORGOTTEN = range(4)
-KINDS = ("start", "prompt", "reply", "budget", "shared", "forget")
+KINDS = ("start", "prompt", "reply", "budget", "shared", "forget", "context")
 _BLOCK = 2**15  # deaths in a block of the list
 _MOST_WAITING = 2**14  # deaths that may stay on a device
 _MOST_STEPS = 2**20
@@ -41,8 +41,9 @@ class Record:
     """A recorded sequence up to now; S steps, T tokens.
 
     A step is a chunk of a prompt, a token of a reply, a change of the budget, an eviction by a
-    budget that sessions share, or the end of a thought that is forgotten; step 0 is where the
-    recording begins, or the last step before the oldest one that is still known.
+    budget that sessions share, the end of a thought that is forgotten, or what goes since a row is
+    too long for the context; step 0 is where the recording begins, or the last step before the
+    oldest one that is still known.
 
     Attributes:
         layers, kv_heads: a row is ``layer * kv_heads + head``.

@@ -3,8 +3,8 @@
 const data = JSON.parse($("data").textContent);
 const run = new Run(data), other = data.other ? new Run(data.other) : null;
 const view = { at: 0, row: -1, picked: null };
-const KINDS = { start: "start", prompt: "prompt", reply: "reply", budget: "budget changed", shared: "shared budget", forget: "thought forgotten" };
-const BANDS = { start: "line", prompt: "gone", reply: "text", budget: "danger", shared: "danger", forget: "danger" };
+const KINDS = { start: "start", prompt: "prompt", reply: "reply", budget: "budget changed", shared: "shared budget", forget: "thought forgotten", context: "context full" };
+const BANDS = { start: "line", prompt: "gone", reply: "text", budget: "danger", shared: "danger", forget: "danger", context: "danger" };
 const GLOSSARY = {
   head: ["(layer, KV head)", "Each layer of the model has a few KV heads, and each of them holds entries of its own. “Head” on this page is one (layer, KV head)."],
   entry: ["entry", "Key and value of one token in one (layer, KV head). All entries together are the model's memory of the conversation, the KV cache."],

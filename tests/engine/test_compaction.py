@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,28 +19,32 @@ from torch import Tensor
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.cache.pool import PagePool
-from mmkv.engine.compaction import Run, plan, turned, with_text, with_tokens
+from mmkv.engine.compaction import Held, RowShifts, Run, turned, with_text, with_tokens
 from mmkv.engine.errors import ContextError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from tests.support.dialogues import engine_of, folder_of, prefill_both, prompt, reference_model
 from tests.support.factories import checkpoint
 from tests.support.oracle import Oracle
+from tests.support.oracle.simulation import Group, rows_of
 from tests.support.sessions import load, text_ids
 
 LIMIT, BUDGET, CHUNK = 64, 5, 16
 
 
 class Endless(Oracle):
-    """Keeps keys and queries from before RoPE, and turns all of them anew when positions move."""
+    """Keeps keys and queries from before RoPE, and turns all of them anew when positions move.
+
+    Every row (layer, KV head) has positions of its own for all tokens.
+    """
 
     def __init__(self, limit: int, queries: int, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.limit, self.queries = limit, queries
-        self.next = self.back = self.moves = 0
+        self.next = self.back = self.moves = self.capped = 0
         self.sees: list[bool] = []
         self.raw: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.key]
-        self.where = torch.zeros(0)  # [A, T], of every token
+        self.where = torch.zeros(0)  # [L, H, A, T], of every token
         self.apply, self.rotate = self.rotate, self._noted
         self.calls = 0
 
@@ -58,59 +63,96 @@ class Endless(Oracle):
     def _forward(self, hidden: Tensor, positions: Tensor, levels: Any, prompt: bool) -> Tensor:
         positions = positions - self.back
         if not self.seen:
-            self.where = positions[:, :0]
+            self.where = positions[:, :0].expand(self.layers, self.heads, -1, -1)
         end = max(self.next, int(positions.max()) + 1)
         if end > self.limit:
-            most = min(self.limit // 2, self.limit - (end - self.next))
-            moved = self._compact(self.next, most)
+            moved = self._compact(self.next, self.limit - (end - self.next))
             self.back, positions, end = self.back + moved, positions - moved, end - moved
             self.moves += 1
-        self.next, self.rope_position = end, self.where
-        self.where = torch.cat([self.where, positions], 1)
+            self.rope_position = self.rope_position - moved  # of queries that are kept
+        self.next = end
+        mine = positions.expand(self.layers, self.heads, -1, -1)
+        self.where = torch.cat([self.where, mine], -1)
         return super()._forward(hidden, positions, levels, prompt)
 
-    def _compact(self, begin: int, last: int) -> int:
-        """Move every token that is held, one segment after the other; by how many the next."""
-        live = self.keep.any(0).any(0)
-        live[max(self.seen - self.queries, 0) :] |= self.queries > 0
-        parts: list[list[int]] = []  # tokens of each segment, dead ones of a picture among them
-        for t in range(self.seen):
-            if self.sees[t] and t and self.sees[t - 1] and parts:
+    def _parts(self, row: tuple[int, int], begin: int) -> list[tuple[list[int], int, int]]:
+        """Tokens, first position and size of each segment of a row that is held."""
+        first = self.seen - self.queries if self.queries else self.seen
+        first = max(first, 0)
+        while self.queries and first and self.sees[first] and self.sees[first - 1]:
+            first -= 1
+        parts: list[list[int]] = []  # dead tokens of a picture among them
+        for t in range(first):
+            if self.sees[t] and t and self.sees[t - 1]:
                 parts[-1].append(t)
             else:
                 parts.append([t])
-        parts = [part for part in parts if live[part].any()]
-        rigid = sum(int(self.where[:, p].max() - self.where[:, p].min()) + 1 for p in parts)
-        if rigid > last and len(self.where) == 1:
-            parts = [[t] for t in live.nonzero().flatten().tolist()]
+        parts = [part for part in parts if self.keep[row][part].any()]
+        where = self.where[row]
+        spans = [(int(where[:, p].min()), int(where[:, p].max()) + 1) for p in parts]
+        made = [(p, start, stop - start) for p, (start, stop) in zip(parts, spans, strict=True)]
+        if self.queries:
+            newest = list(range(first, self.seen))
+            start = int(where[:, first].min())
+            made.append((newest, start, begin - start))
+        return made
+
+    def _cap(self, row: tuple[int, int], begin: int, most: int) -> None:
+        """Have a row lose its lowest entries until it fits."""
+        score = self.method.score(self).masked_fill(self._protected(), torch.inf)
+        for one, t in self._order(Group([row], 0), score):
+            if sum(size for *_, size in self._parts(row, begin)) <= most:
+                return
+            if not self.queries or t < self._parts(row, begin)[-1][0][0]:
+                self.keep[*one, t] = False
+                self.capped += 1
+
+    def _compact(self, begin: int, room: int) -> int:
+        """Move every row's tokens, one segment after the other; by how many the next."""
+        rows = rows_of(self.layers, self.heads)
+        most = min(self.limit * 3 // 4, room)
+
+        def longest() -> int:
+            needs = [sum(size for *_, size in self._parts(row, begin)) for row in rows]
+            return max(needs)
+
+        if longest() > most and self.where.shape[2] == 1:
             self.sees = [False] * self.seen + self.sees[self.seen :]
-        spans = [(int(self.where[:, p].min()), int(self.where[:, p].max()) + 1) for p in parts]
-        ends = [*spans[1:], (begin, begin)]
-        gaps = [after[0] - before[1] for before, after in zip(spans, ends, strict=True)]
-        sizes = [stop - start for start, stop in spans]
-        most = max(gaps)
-        while sum(sizes) + sum(min(gap, most) for gap in gaps) > last:
-            most -= 1
-        assert most >= 0
-        at, where = 0, self.where.clone()
-        for part, (start, _), size, gap in zip(parts, spans, sizes, gaps, strict=True):
-            where[:, part] -= start - at
-            at += size + min(gap, most)
+        self.keep = self.keep.clone()
+        for row in rows:
+            self._cap(row, begin, most)
+        last = min(max(self.limit // 2, longest()), most)
+        where = self.where.clone()
+        for row in rows:
+            parts = self._parts(row, begin)
+            ends = [*(start for _, start, _ in parts), begin][1:]
+            gaps = [end - start - size for (_, start, size), end in zip(parts, ends, strict=True)]
+            limit = max(gaps, default=0)
+            while sum(size for *_, size in parts) + sum(min(gap, limit) for gap in gaps) > last:
+                limit -= 1
+            at = last
+            for (part, start, size), gap in reversed(list(zip(parts, gaps, strict=True))):
+                at -= size + min(gap, limit)
+                where[*row, :, part] -= start - min(at, start)
         self.where = where
         self._turn_all()
-        return begin - at
+        return begin - last
 
     @torch.no_grad()
     def _turn_all(self) -> None:
-        shaped = self.where[:, None] if self.where.shape[0] == 3 else self.where
         kinds = getattr(self.text.rotary_emb, "layer_types", ())  # with angles of their own
         for layer, raw in enumerate(self.raw):
             kind = [self.text.config.layer_types[layer]] if kinds else []
-            angles = self.text.rotary_emb(self.key[0][None], shaped, *kind)
-            query, key = (torch.cat(part, 1)[None] for part in raw)
-            self.query[layer], self.key[layer] = (
-                part[0] for part in self.apply(query, key, *angles)
-            )
+            query, key = (torch.cat(part, 1) for part in raw)
+            made: list[tuple[Tensor, Tensor]] = []
+            for head in range(self.heads):
+                where = self.where[layer, head]
+                shaped = where[:, None] if where.shape[0] == 3 else where
+                angles = self.text.rotary_emb(self.key[0][None], shaped, *kind)
+                own = slice(head * self.group, (head + 1) * self.group)
+                turned_ones = self.apply(query[None, own], key[None, head : head + 1], *angles)
+                made.append((turned_ones[0][0], turned_ones[1][0]))
+            self.query[layer], self.key[layer] = map(torch.cat, zip(*made, strict=True))
 
     def mean_rotation(self, layer: int, positions: range) -> Tensor:
         """As of any conversation: the queries that it turns are not those of tokens."""
@@ -320,9 +362,12 @@ def test_a_turned_key_is_the_key_of_the_new_position() -> None:
     assert np.abs(made - key(at - back)).max() <= 1e-5
 
 
+ROWS = 3
+
+
 @st.composite
-def histories(draw: Any) -> tuple[np.ndarray, tuple[Run, ...], int, int]:
-    """Tokens held, runs, tokens seen, next position: texts and pictures in turn, some evicted."""
+def histories(draw: Any) -> tuple[list[list[int]], tuple[Run, ...], int, int]:
+    """Tokens of each row, runs, tokens seen, next position: texts and pictures, some evicted."""
     runs: tuple[Run, ...] = ()
     seen = position = 0
     for sees in draw(st.lists(st.booleans(), min_size=1, max_size=6)):
@@ -338,8 +383,8 @@ def histories(draw: Any) -> tuple[np.ndarray, tuple[Run, ...], int, int]:
             runs = with_text(runs, seen, position)
             position += count
         seen += count
-    live = draw(st.sets(st.integers(0, seen - 1), min_size=1))
-    return np.array(sorted(live)), runs, seen, position
+    live = [sorted(draw(st.sets(st.integers(0, seen - 1)))) for _ in range(ROWS)]
+    return live, runs, seen, position
 
 
 def test_a_picture_takes_the_room_of_its_widest_part_when_chunks_cut_it() -> None:
@@ -355,33 +400,106 @@ def place(runs: tuple[Run, ...], token: int) -> tuple[int, int]:
     return start, start + (run.extent or 1)
 
 
+def held_by(live: list[list[int]], *stands: Any, window: int) -> Held:
+    pairs = [(row, token) for row, tokens in enumerate(live) for token in tokens]
+    row, token = np.array(pairs, np.int64).reshape(-1, 2).T
+    runs, shifts, seen, position = stands
+    return Held(row, token, runs, shifts, ROWS, seen, position, window)
+
+
+def segments(
+    tokens: list[int], where: Any, seen: int, position: int, window: int
+) -> list[tuple[int, int]]:
+    """Where a row's segments begin and end; the last one has the newest tokens."""
+    newest = max(seen - window, 0) if window else seen
+    begun = where(newest) if window else (position, position)
+    spans = {span for span in map(where, tokens) if span[0] < begun[0]}
+    return sorted(spans) + ([(begun[0], position)] if window else [])
+
+
 @settings(max_examples=150, deadline=None)
-@given(histories(), st.integers(0, 40), st.integers(0, 40))
+@given(histories(), st.data())
 def test_order_and_pictures_stay_and_no_distance_grows(
-    history: tuple[np.ndarray, tuple[Run, ...], int, int], last: int, more: int
+    history: tuple[list[list[int]], tuple[Run, ...], int, int], data: st.DataObject
+) -> None:
+    """In each row by itself, for as little as there can be; and once more, from where it stands."""
+    live, runs, seen, position = history
+    shifts: RowShifts | None = None
+    window = data.draw(st.integers(0, 5))
+
+    def stands(row: int, runs: tuple[Run, ...], shifts: RowShifts | None) -> Any:
+        def where(token: int) -> tuple[int, int]:
+            start, stop = place(runs, token)
+            head = np.array([max(run.token for run in runs if run.token <= token)])
+            picture = next(run for run in runs if run.token == head[0])
+            at = head if picture.extent else np.array([token])
+            back = 0 if shifts is None else int(shifts.at(np.array([row]), at)[0])
+            return start - back, stop - back
+
+        return where
+
+    for _ in range(3):
+        held = held_by(live, runs, shifts, seen, position, window=window)
+        before = [
+            segments(live[row], stands(row, runs, shifts), seen, position, window)
+            for row in range(ROWS)
+        ]
+        needs = [sum(stop - start for start, stop in spans) for spans in before]
+        assert held.longest == max(needs)
+        last = data.draw(st.integers(held.longest, max(position, held.longest)))
+        made = held.drawn_together(last)
+        assert made.newest == position - last and made.shifts.newest >= made.newest
+        moved = iter(made.back.tolist())
+        for row in range(ROWS):
+            then = stands(row, made.runs, made.shifts)
+            for token in live[row]:
+                assert stands(row, runs, shifts)(token)[0] - next(moved) == then(token)[0]
+            after = segments(live[row], then, seen, last, window)
+            assert [b - a for a, b in before[row]] == [b - a for a, b in after]
+            assert not after or after[0][0] >= 0
+            old = [b[0] - a[1] for a, b in pairwise([*before[row], (position, position)])]
+            new = [b[0] - a[1] for a, b in pairwise([*after, (last, last)])]
+            assert all(0 <= y <= x for x, y in zip(old, new, strict=True))
+            longest = max((y for x, y in zip(old, new, strict=True) if y < x), default=None)
+            if longest is not None:  # one position more would not fit, nor is another gap longer
+                assert needs[row] + sum(min(x, longest + 1) for x in old) > last
+                rest = zip(old[1:], new[1:], strict=True)
+                assert all(y <= longest + 1 or y == x for x, y in rest)
+        runs, shifts, position = made.runs, made.shifts, last
+        more = data.draw(st.integers(0, 12))
+        runs = with_text(runs, seen, position + shifts.newest)
+        gone = data.draw(st.sets(st.integers(0, seen - 1)))
+        live = [[t for t in row if t not in gone] + list(range(seen, seen + more)) for row in live]
+        seen, position = seen + more, position + more
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(), st.data())
+def test_rows_that_are_too_long_lose_their_lowest_entries(
+    history: tuple[list[list[int]], tuple[Run, ...], int, int], data: st.DataObject
 ) -> None:
     live, runs, seen, position = history
-    for _ in range(2):  # and once more, from where the first one left them
-        last = min(last, position)
-        before = [place(runs, int(t)) for t in live]
-        made = plan(live, runs, seen, position, last)
-        if made is None:
-            assert sum(stop - start for start, stop in dict.fromkeys(before)) > last
-            return
-        after = [place(made.runs, int(t)) for t in live]
-        assert made.next_position <= last and after[0][0] == 0
-        ends = [(position, position)], [(made.next_position, made.next_position)]
-        for (a, b), (x, y) in zip(
-            pairwise(before + ends[0]), pairwise(after + ends[1]), strict=True
-        ):
-            assert y[0] - x[0] <= b[0] - a[0] and (y[0] - x[0] == 0) == (b[0] - a[0] == 0)
-            assert x[1] - x[0] == a[1] - a[0]  # a picture moves as a whole
-            assert b[0] - a[1] <= made.gap or y[0] - x[1] <= made.gap or a == b
-        shifts = dict(zip(made.token.tolist(), made.shift.tolist(), strict=True))
-        assert all(a[0] - x[0] in shifts.values() for a, x in zip(before, after, strict=True))
-        assert list(shifts.values()) == sorted(shifts.values())
-        runs, position = with_text(made.runs, seen, made.next_position), made.next_position + more
-        seen += more
+    window = data.draw(st.integers(0, 5))
+    held = held_by(live, runs, None, seen, position, window=window)
+    most = data.draw(st.integers(held.rigid, max(held.longest, held.rigid)))
+    keys = [data.draw(st.integers(0, 9)) for tokens in live for _ in tokens]
+    gone = set(held.above(most, np.array(keys, np.int64)).tolist())
+    at = 0
+    for tokens in live:
+        index = dict(zip(tokens, range(at, at + len(tokens)), strict=True))
+        at += len(tokens)
+
+        def spans(left: list[int]) -> list[tuple[int, int]]:
+            return segments(left, partial(place, runs), seen, position, window)
+
+        left = list(tokens)
+        tail = spans([])[0][0] if window else position
+        order = [t for t in tokens if place(runs, t)[0] < tail]
+        for token in sorted(order, key=lambda token: (keys[index[token]], token)):
+            if sum(stop - start for start, stop in spans(left)) <= most:
+                break
+            left.remove(token)
+        assert {index[token] for token in tokens} - gone == {index[token] for token in left}
 
 
 @pytest.mark.parametrize(("name", "once", "far"), [("bf16", 0.003, 0.02), ("int8", 0.02, 0.1)])
