@@ -35,6 +35,7 @@ from mmkv.engine.scorer_state import POSITIONS, QUERIES
 _AT_ONCE = 2**16
 # Where a row's number stands beside a token's.
 _ROW = 32
+_MOST_MOVES = 255
 
 
 class Run(NamedTuple):
@@ -129,58 +130,75 @@ class RowShifts:
         start: int64 ``[R + 1]``, where the parts of each row begin; its first begins with token 0.
         token: int32 ``[S]`` ascending in each row, the first token of each part.
         shift: int32 ``[S]``, by how many positions the tokens of each part have moved.
+        moves: uint8 ``[S]``, how often, 255 at most.
         newest: the shift of all tokens that follow.
     """
 
     start: np.ndarray
     token: np.ndarray
     shift: np.ndarray
+    moves: np.ndarray
     newest: int
 
     @classmethod
-    def of(cls, row: np.ndarray, token: np.ndarray, shift: np.ndarray, newest: int) -> RowShifts:
-        """Gather parts ``[S]`` in order of row and token; each row has one at least."""
+    def of(
+        cls,
+        rows: int,
+        seen: int,
+        newest: int,
+        row: np.ndarray,
+        token: np.ndarray,
+        shift: np.ndarray,
+        moves: np.ndarray,
+    ) -> RowShifts:
+        """Gather parts ``[S]`` of some rows; in every row ``seen`` tokens stand before the newest.
+
+        Args:
+            row, token, shift, moves: int64, of each part.
+        """
+        each = np.arange(rows)
+        row, token = np.append(row, each), np.append(token, np.full(rows, seen))
+        order = np.argsort(row << _ROW | token)
+        row, token = row[order], token[order]
+        shift = np.append(shift, np.full(rows, newest))[order]
+        moves = np.append(moves, np.zeros(rows, np.int64))[order]
         new = np.ones(row.size, bool)
         new[1:] = row[1:] != row[:-1]
-        other = new.copy()
-        other[1:] |= shift[1:] != shift[:-1]  # neighbours that moved alike are one part
+        other = new.copy()  # neighbours that moved alike are one part
+        other[1:] |= (shift[1:] != shift[:-1]) | (moves[1:] != moves[:-1])
+        start = np.append(np.flatnonzero(new[other]), int(other.sum()))
         token = np.where(new, 0, token)[other].astype(np.int32)
-        start = np.append(np.flatnonzero(new[other]), token.size)
-        return cls(start, token, shift[other].astype(np.int32), newest)
+        kept = shift[other].astype(np.int32), moves[other].astype(np.uint8)
+        return cls(start, token, *kept, newest)
 
-    def at(self, row: np.ndarray, token: np.ndarray) -> np.ndarray:
-        """Return the shifts ``[N]`` of tokens in rows, both int64 ``[N]``."""
+    def find(self, row: np.ndarray, token: np.ndarray) -> np.ndarray:
+        """Return in which part each of N tokens in rows is, int64 ``[N]``."""
         own = np.arange(self.start.size - 1).repeat(np.diff(self.start)) << _ROW | self.token
-        found: np.ndarray = self.shift[np.searchsorted(own, row << _ROW | token, "right") - 1]
-        return found.astype(np.int64)
+        found: np.ndarray = np.searchsorted(own, row << _ROW | token, "right") - 1
+        return found
 
     def least(self, token: int) -> int:
         """Return the smallest shift that a token has in any row."""
         rows = np.arange(self.start.size - 1)
-        return int(self.at(rows, np.full_like(rows, token)).min())
+        return int(self.shift[self.find(rows, np.full_like(rows, token))].min())
 
     def cut(self, seen: int, newest: int) -> RowShifts:
         """Return those of the first ``seen`` tokens, and of others that follow those."""
-        rows = self.start.size - 1
-        row = np.arange(rows).repeat(np.diff(self.start))
-        stays = self.token < seen
-        last = np.full(rows, seen), np.full(rows, newest)
-        row, token, shift = (
-            np.concatenate(parts)
-            for parts in (
-                (row[stays], np.arange(rows)),
-                (self.token[stays].astype(np.int64), last[0]),
-                (self.shift[stays].astype(np.int64), last[1]),
-            )
-        )
-        order = np.argsort(row << _ROW | token)
-        return RowShifts.of(row[order], token[order], shift[order], newest)
+        rows, stays = self.start.size - 1, self.token < seen
+        parts = np.arange(rows).repeat(np.diff(self.start)), self.token, self.shift, self.moves
+        left = [part[stays].astype(np.int64) for part in parts]
+        return RowShifts.of(rows, seen, newest, *left)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowShifts):
             return NotImplemented
-        parts = ((self.start, other.start), (self.token, other.token), (self.shift, other.shift))
+        parts = zip(self.parts, other.parts, strict=True)
         return self.newest == other.newest and all(np.array_equal(*both) for both in parts)
+
+    @property
+    def parts(self) -> tuple[np.ndarray, ...]:
+        """Return ``start``, ``token``, ``shift`` and ``moves``."""
+        return self.start, self.token, self.shift, self.moves
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -196,6 +214,7 @@ class Held:
         rows: R, of the sequence; shifts: of its tokens so far, None: nothing has moved.
         seen: its tokens; next_position: of the text that follows.
         window: tokens whose queries are kept.
+        settles: after how many moves what is held stays where it is if the rest fits behind it.
 
     Attributes:
         runs: as given; of: ``[N]``, the segment of each entry.
@@ -213,9 +232,11 @@ class Held:
         seen: int,
         next_position: int,
         window: int = 0,
+        settles: int | None = None,
     ) -> None:
         self._row, self._token, self.runs, self._shifts = row, token, runs, shifts
-        self._rows, self._seen, self._next, self._window = rows, seen, next_position, window
+        self._rows, self._seen, self._next = rows, seen, next_position
+        self._window, self._settles = window, settles
         first, position, extent = np.array(runs, np.int64).reshape(-1, 3).T
 
         def run(tokens: np.ndarray) -> np.ndarray:
@@ -235,8 +256,11 @@ class Held:
         self._of_row, self._head = key >> _ROW, key & (1 << _ROW) - 1
         at = run(self._head)
         where = position[at] + np.where(extent[at] > 0, 0, self._head - first[at])
-        moved = 0 if shifts is None else shifts.at(self._of_row, self._head)
-        self._origin, self._old = where, where - moved
+        self._moves = shift = np.zeros_like(where)
+        if shifts is not None:
+            part = shifts.find(self._of_row, self._head)
+            shift, self._moves = shifts.shift[part], shifts.moves[part].astype(np.int64)
+        self._origin, self._old = where, where - shift
         sees, self._tail = extent[at] > 0, self._head >= newest
         self._size = np.where(sees, extent[at], 1)
         self._size[self._tail] = next_position - self._old[self._tail]
@@ -269,7 +293,7 @@ class Held:
         if not any(run.extent for run in self.runs):
             return None
         runs = tuple(run._replace(extent=0) for run in self.runs)
-        stands = self._shifts, self._rows, self._seen, self._next, self._window
+        stands = self._shifts, self._rows, self._seen, self._next, self._window, self._settles
         return Held(self._row, self._token, runs, *stands)
 
     def above(self, most: int, keys: np.ndarray) -> np.ndarray:
@@ -295,27 +319,42 @@ class Held:
 
     def drawn_together(self, last: int) -> Compaction:
         """Return how positions move so that the next is ``last``, at least :attr:`longest`."""
-        room = (last - self._by_row(self._size)).repeat(self._counts)
+        size, gap, first = self._settled(last)
+        room = (last - self._by_row(size)).repeat(self._counts) - first
         least = np.zeros(self._head.size, np.int64)
-        most = np.full_like(least, max(int(self._gap.max(initial=0)), 0))
+        most = np.full_like(least, max(int(gap.max(initial=0)), 0))
         while (least < most).any():  # the largest G of each row that fits
             middle = (least + most + 1) // 2
-            closed = self._by_row(np.minimum(self._gap, middle)).repeat(self._counts)
-            fits = closed <= room
+            fits = self._by_row(np.minimum(gap, middle)).repeat(self._counts) <= room
             least, most = np.where(fits, middle, least), np.where(fits, most, middle - 1)
-        taken = self._size + np.minimum(self._gap, least)
+        taken = size + np.minimum(gap, least)
         behind = np.cumsum(taken)
         ends = behind[self._last].repeat(self._counts)
         # From the end backwards. What gaps of one length leave over moves nothing to the right.
         new = np.minimum(last - (ends - behind + taken), self._old)
         newest = self._next - last + (0 if self._shifts is None else self._shifts.newest)
-        row = np.append(self._of_row, np.arange(self._rows))
-        token = np.append(self._head, np.full(self._rows, self._seen))
-        shift = np.append(self._origin - new, np.full(self._rows, newest))
-        order = np.argsort(row << _ROW | token)
-        shifts = RowShifts.of(row[order], token[order], shift[order], newest)
+        moves = np.minimum(self._moves + (new != self._old), _MOST_MOVES)
+        parts = self._of_row, self._head, self._origin - new, moves
+        shifts = RowShifts.of(self._rows, self._seen, newest, *parts)
         runs = tuple(self.runs[index] for index in sorted(self._kept_runs))
         return Compaction((self._old - new)[self.of], self._next - last, runs, shifts)
+
+    def _settled(self, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return sizes, gaps, and where their row begins, with what has settled as one segment.
+
+        In the rows where it fits; elsewhere as they are, from 0 on.
+        """
+        if self._settles is None or not self._head.size:
+            return self._size, self._gap, np.zeros_like(self._size)
+        index = np.arange(self._head.size)
+        settled = np.where(self._moves >= self._settles, index, -1)
+        newest = np.maximum.reduceat(settled, self._begins).repeat(self._counts)
+        stays = (index <= newest) & ~self._tail
+        first = np.where(newest >= 0, self._old[self._begins].repeat(self._counts), 0)
+        needs = self._by_row(self._size + np.where(stays, self._gap, 0)).repeat(self._counts)
+        stays &= needs + first <= last
+        first[needs + first > last] = 0
+        return self._size + np.where(stays, self._gap, 0), np.where(stays, 0, self._gap), first
 
     @property
     def fits(self) -> bool:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmkv.engine.cache import RaggedCache
+from mmkv.engine.cache import Entries, RaggedCache
+from mmkv.engine.compaction import RowShifts
 
 MODALITIES = ("text", "image", "video")
 
@@ -33,8 +34,8 @@ class Memory:
         compactions: how often rope positions were drawn together to stay inside the trained context
             (:mod:`mmkv.engine.compaction`); capped: the dropped entries that went since their row
             was too long for that.
-        worn: whether they were drawn together so often that old keys, which are rounded each time,
-            may be far off (:attr:`mmkv.engine.cache.forms.KVForm.most_moves`).
+        worn: whether the key of a held entry has moved so often that it may be far off, as it is
+            rounded each time (:attr:`mmkv.engine.cache.forms.KVForm.most_moves`).
         risk: the share of later attention, as the gates predict it, that belongs to dropped
             entries, in 0..1; not the chance of a wrong answer (:mod:`mmkv.engine.risk`). None: the
             policy has no retention gates, or the session does not know: it comes from a file of an
@@ -139,6 +140,7 @@ def memory_of(
     compactions: int = 0,
     capped: int = 0,
     risk: float | None = None,
+    shifts: RowShifts | None = None,
     over_risk: bool = False,
     risk_unknown: bool = False,
 ) -> Memory:
@@ -166,8 +168,15 @@ def memory_of(
         risk=risk,
         over_risk=over_risk,
         risk_unknown=risk_unknown,
-        worn=most is not None and compactions > most,
+        worn=most is not None and shifts is not None and _moves(cache, entries, shifts) > most,
     )
+
+
+def _moves(cache: RaggedCache, entries: Entries, shifts: RowShifts) -> int:
+    """Return how often the entry has moved that has moved most."""
+    token = cache.pool.position.view(-1)[entries.slot].long()
+    row, token = torch.stack([entries.row, token]).cpu().numpy()
+    return int(shifts.moves[shifts.find(row, token)].max(initial=0))
 
 
 def retained_tokens(cache: RaggedCache, seq: int) -> list[list[Tensor]]:

@@ -308,7 +308,7 @@ class CachedSequence:
             risk = self._risk()
             share = None if risk is None else risk.total
             moved = self.compactions, self.capped
-            told = self.seen, *counts, self.pictures, vision, *moved, share
+            told = self.seen, *counts, self.pictures, vision, *moved, share, self.shifts
             dial = self._dial
             return memory_of(
                 self.engine.cache,
@@ -726,7 +726,7 @@ class CachedSequence:
         queries = cache.memory.get(QUERIES)
         window = 0 if queries is None else queries.shape[3]
         stands = self.shifts, cache.rows, self.seen, self.next_position, window
-        return Held(row, token, runs, *stands)
+        return Held(row, token, runs, *stands, cache.pool.form.settles)
 
     def _fitted(self, held: Held, next_position: int) -> tuple[Held, int]:
         """Return what is held, pictures whole if they fit, and the last next position for it.

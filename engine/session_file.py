@@ -38,7 +38,12 @@ FORMAT = "mmkv-session-1"
 # What :class:`mmkv.engine.risk.RiskMeter` has added up; older files have none, and no risk then.
 _RISK = "risk"
 # Of a session that has passed its context, :class:`mmkv.engine.compaction.RowShifts`.
-_SHIFTS = {"shifts.start": torch.int64, "shifts.token": torch.int32, "shifts.shift": torch.int32}
+_SHIFTS = {
+    "shifts.start": torch.int64,
+    "shifts.token": torch.int32,
+    "shifts.shift": torch.int32,
+    "shifts.moves": torch.uint8,
+}
 
 
 def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> None:
@@ -58,8 +63,7 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
     state = session.state() | {"budget": session.budget.as_list()}
     shifts = state.pop("shifts")
     if shifts is not None:
-        parts = map(torch.from_numpy, (shifts.start, shifts.token, shifts.shift))
-        tensors |= dict(zip(_SHIFTS, parts, strict=True))
+        tensors |= dict(zip(_SHIFTS, map(torch.from_numpy, shifts.parts), strict=True))
         state["newest_shift"] = shifts.newest
     del state["meter"]
     state["read_ids"] = f"{session.read_ids:x}"
@@ -322,9 +326,11 @@ def read_tensors(file: Any, state: State, engine: Runtime) -> dict[str, Tensor]:
     }
     if _RISK in names and engine.policy.scoring.needs.gates == "retention":
         wanted[_RISK] = ((len(MODALITIES), BINS), torch.float64)
-    if state.newest_shift is not None and names >= _SHIFTS.keys():
+    if state.newest_shift is not None:
+        if missing := sorted(_SHIFTS.keys() - names):
+            raise InvalidFile(f"it has no tensor {missing[0]}")
         parts = file.get_slice("shifts.token").get_shape()[:1]
-        sizes = (cache.rows + 1,), *[tuple(parts)] * 2
+        sizes = (cache.rows + 1,), *[tuple(parts)] * 3
         wanted |= dict(zip(_SHIFTS, zip(sizes, _SHIFTS.values(), strict=True), strict=True))
     for name in sorted(names ^ wanted.keys()):
         raise InvalidFile(
@@ -372,9 +378,9 @@ def _check_values(tensors: dict[str, Tensor], state: State) -> None:
 
 def _shifts(tensors: dict[str, Tensor], state: State, engine: Runtime) -> RowShifts | None:
     """Return what rows have moved, from a file's tensors. Raises InvalidFile: they cannot have."""
-    start, token, shift = (tensors.get(name) for name in _SHIFTS)
-    if state.newest_shift is None or start is None or token is None or shift is None:
+    if state.newest_shift is None:
         return None
+    start, token, shift, moves = (tensors[name] for name in _SHIFTS)
     count, rows = (start[1:] - start[:-1]), engine.cache.rows
     if int(start[0]) or int(count.min()) < 1 or int(start[-1]) != token.numel():
         raise InvalidFile("the parts of its rows do not follow each other")
@@ -382,7 +388,8 @@ def _shifts(tensors: dict[str, Tensor], state: State, engine: Runtime) -> RowShi
     ordered = bool(((row << 32) + token.long()).diff().gt(0).all())
     if not ordered or bool(token[start[:-1]].any()) or int(token.max()) > state.seen:
         raise InvalidFile("the parts of a row do not begin with its first token, in order")
-    made = RowShifts(start.numpy(), token.numpy(), shift.numpy(), state.newest_shift)
+    parts = start.numpy(), token.numpy(), shift.numpy(), moves.numpy()
+    made = RowShifts(*parts, state.newest_shift)
     row = torch.repeat_interleave(tensors["length"].flatten())
     live = row.numpy(), tensors["position"].long().numpy()
     runs, stands = runs_of(state.runs or ()), (rows, state.seen, state.next_position)

@@ -122,6 +122,14 @@ class KVForm:
         """
         return 16 if self.key.bits == 4 else None
 
+    @property
+    def settles(self) -> int | None:
+        """Return after how many moves a key stays as long as the rest fits behind it; None: never.
+
+        After 4 times keys of 4 bits are off by twice as much as one that is rounded once.
+        """
+        return 4 if self.key.bits == 4 else None
+
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, head_dim: int) -> KVForm:
         """Return the form of that name for a model of ``dtype`` and ``head_dim``.
