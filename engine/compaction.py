@@ -347,9 +347,9 @@ class Held:
         if self._settles is None or not self._head.size:
             return self._size, self._gap, np.zeros_like(self._size)
         index = np.arange(self._head.size)
-        settled = np.where(self._moves >= self._settles, index, -1)
+        settled = np.where((self._moves >= self._settles) & ~self._tail, index, -1)
         newest = np.maximum.reduceat(settled, self._begins).repeat(self._counts)
-        stays = (index <= newest) & ~self._tail
+        stays = index < newest  # the gap behind it
         first = np.where(newest >= 0, self._old[self._begins].repeat(self._counts), 0)
         needs = self._by_row(self._size + np.where(stays, self._gap, 0)).repeat(self._counts)
         stays &= needs + first <= last
