@@ -124,7 +124,7 @@ class RowShifts:
     """How far the tokens of each of R rows have moved back, all compactions together.
 
     What a row held when it was last drawn together has a shift of its own, and so have the
-    tokens that followed. It takes 8 bytes an entry at most, and none before the first compaction.
+    tokens that followed. It takes 9 bytes an entry at most, and none before the first compaction.
 
     Attributes:
         start: int64 ``[R + 1]``, where the parts of each row begin; its first begins with token 0.
@@ -194,6 +194,11 @@ class RowShifts:
             return NotImplemented
         parts = zip(self.parts, other.parts, strict=True)
         return self.newest == other.newest and all(np.array_equal(*both) for both in parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of all of it."""
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def parts(self) -> tuple[np.ndarray, ...]:

@@ -25,8 +25,8 @@ class Memory:
         evicted_nan: how many of those had a score that is not a number.
         pages: pages held; kv_bytes: bytes of their keys and values.
         state_bytes: states of layers without entries, the same at any length.
-        metadata_bytes: log_beta, position, modality and state of those pages, block tables, and
-            what a scorer keeps of the sequence, such as recent queries.
+        metadata_bytes: log_beta, position, modality and state of those pages, block tables, what
+            a scorer keeps of the sequence, such as recent queries, and how far rows have moved.
         by_modality: live entries per modality.
         differs: how the cache differs from the conversation rendered afresh, in a line; None: it
             does not, or they were not compared.
@@ -151,6 +151,7 @@ def memory_of(
     modality = cache.pool.modality.view(-1)[entries.slot].long()
     counts = torch.bincount(modality, minlength=len(MODALITIES)).tolist()
     tables = cache.rows * (cache.table.shape[-1] + 1) * cache.table.element_size()
+    tables += 0 if shifts is None else shifts.nbytes
     return Memory(
         tokens_seen=seen,
         entries=entries.slot.numel(),

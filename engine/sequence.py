@@ -690,7 +690,7 @@ class CachedSequence:
                 self._held(self.engine.cache.entries(self.seq)), next_position
             )
             needs = held.longest
-            if needs <= most or (self._may_cap and held.rigid <= most >= limit // 4):
+            if needs <= most or (self._may_cap and held.rigid <= most >= limit // 2):
                 return True
         if limit < self.engine.spec.max_position:
             raise ContextError(
@@ -714,7 +714,10 @@ class CachedSequence:
 
     @property
     def _may_cap(self) -> bool:
-        """Whether a row may lose entries since it is too long for the context."""
+        """Whether a row may lose entries since it is too long for the context.
+
+        Down to half of that; a chunk or burst that needs more is refused instead.
+        """
         return self.engine.policy.evicts and not self.engine.policy.keeps_prompt
 
     def _held(self, entries: Entries) -> Held:

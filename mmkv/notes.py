@@ -92,9 +92,10 @@ def _memory_notes(memory: Memory) -> Iterator[Note]:
         what = "mostly forgotten: answers may be wrong, and a larger budget keeps more"
         yield Note(f"{which} {what}", "faded")
     if memory.compactions:
+        more = f", without {memory.capped:,} entries that did not fit" if memory.capped else ""
         yield Note(
             "the conversation has passed the length that the model was trained for: what is left "
-            "of it was moved together and goes on (--no-endless ends it there)",
+            f"of it was moved together and goes on{more} (--no-endless ends it there)",
             "compacted",
         )
     if memory.worn:

@@ -14,13 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.cache.pool import PagePool
 from mmkv.engine.compaction import Held, RowShifts, Run, turned, with_text, with_tokens
-from mmkv.engine.errors import ContextError
+from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from tests.support.dialogues import engine_of, folder_of, prefill_both, prompt, reference_model
@@ -165,10 +167,12 @@ class Endless(Oracle):
         """Nothing of the model was changed."""
 
 
-def short_of(model: str, policy: str, limit: int = LIMIT, **options: Any) -> Runtime:
+def short_of(
+    model: str, policy: str, limit: int = LIMIT, budget: int = BUDGET, **options: Any
+) -> Runtime:
     """An engine whose model was trained for few positions."""
     engine = engine_of(
-        folder_of(model), policy, BUDGET, prefill_chunk=CHUNK, page_size=8, **options
+        folder_of(model), policy, budget, prefill_chunk=CHUNK, page_size=8, **options
     )
     engine.spec = engine.model.spec = replace(engine.spec, max_position=limit)
     return engine
@@ -183,20 +187,22 @@ TWICE = pytest.mark.long(reason="twice the context; one of each kind of position
 
 
 @pytest.mark.parametrize(
-    ("model", "policy", "limit"),
+    ("model", "policy", "limit", "budget"),
     [
-        ("vl3", "dbtrimkv", 64),
-        ("qwen2_5_vl", "expected-attention:window=3,sinks=1", 64),
-        pytest.param("llava3", "keydiff", 128, marks=TWICE),
-        pytest.param("glm4v", "dbtrimkv", 128, marks=TWICE),
-        ("gemma3_text", "snapkv:window=3", 64),
-        ("llava3", "dbtrimkv", 64),  # pictures have to shrink
+        ("vl3", "dbtrimkv", 64, BUDGET),
+        ("qwen2_5_vl", "expected-attention:window=3,sinks=1", 64, BUDGET),
+        pytest.param("llava3", "keydiff", 128, BUDGET, marks=TWICE),
+        pytest.param("glm4v", "dbtrimkv", 128, BUDGET, marks=TWICE),
+        ("gemma3_text", "snapkv:window=3", 64, BUDGET),
+        ("llava3", "dbtrimkv", 64, BUDGET),  # pictures have to shrink
+        ("vl3", "dbtrimkv", 64, 36),  # rows are longer than three quarters of the context
+        ("qwen2_5_vl", "expected-attention:window=3,sinks=1", 64, 50),
     ],
 )
 def test_what_is_kept_and_said_is_an_oracles(
-    model: str, policy: str, limit: int, tmp_path: Path
+    model: str, policy: str, limit: int, budget: int, tmp_path: Path
 ) -> None:
-    engine = short_of(model, policy, limit)
+    engine = short_of(model, policy, limit, budget=budget)
     gate = engine.gates if engine.policy.scoring.needs.gates else None
     name, _, rest = policy.partition(":")
     pairs = (pair.split("=") for pair in filter(None, rest.split(",")))
@@ -207,7 +213,7 @@ def test_what_is_kept_and_said_is_an_oracles(
         reference_model(folder_of(model)),
         gate,
         name,
-        BUDGET,
+        budget,
         prefill_chunk=CHUNK,
         **given,
     )
@@ -222,6 +228,7 @@ def test_what_is_kept_and_said_is_an_oracles(
         engine.cache.check()
     close(*prefill_both(session, oracle, prompt(model, 2 * limit, seed=9)))  # longer than all
     assert session.memory().compactions == oracle.moves >= 4
+    assert session.memory().capped == oracle.capped and (oracle.capped > 0) == (budget > BUDGET)
     session.save(tmp_path / "session")
     loaded, _ = engine.load_session(tmp_path / "session")
     fork, tokens = session.fork(), text_ids(limit // 2, 7).tolist()
@@ -262,6 +269,68 @@ def test_a_share_of_the_tokens_and_an_older_file_say_why_they_end() -> None:
     share.set_budget(BUDGET)
     share.decode(3)
     assert share.compactions == 1
+
+
+def test_what_cannot_fit_is_said_with_numbers() -> None:
+    """A prompt that is kept whole, and a chunk that leaves less than half of the context."""
+    keeps = short_of("text3", "raas").session()
+    keeps.prefill({"input_ids": text_ids(LIMIT, 1)[None]})
+    with pytest.raises(ContextError, match=r"less than 64 of them.*evicts from prompts"):
+        keeps.decode(3)
+    engine = short_of("text3", "dbtrimkv", budget=40)
+    session = engine.session()
+    session.prefill({"input_ids": text_ids(LIMIT, 1)[None]})
+    engine.prefill_chunk = LIMIT * 5 // 8
+    with pytest.raises(ContextError, match=r"cannot take less than \d\d of them.*prefill_chunk"):
+        session.prefill({"input_ids": text_ids(LIMIT * 5 // 8, 2)[None]})
+    assert session.seen == LIMIT and not session.capped
+    engine.prefill_chunk = CHUNK
+    session.prefill({"input_ids": text_ids(LIMIT * 5 // 8, 2)[None]})
+    assert session.capped
+
+
+def test_a_file_of_an_older_mmkv_goes_on_from_one_map(tmp_path: Path) -> None:
+    """It holds the positions that all rows had, and no shifts."""
+    engine = short_of("text3", "streamingllm")  # rows keep the same tokens
+    session = engine.session()
+    session.prefill({"input_ids": text_ids(LIMIT + 9, 1)[None]})
+    fork, shifts = session.fork(), session.shifts
+    assert shifts is not None and fork.runs is not None
+    tokens = fork.retained()[0][0].numpy()
+    moved = shifts.shift[shifts.find(np.zeros_like(tokens), tokens)]
+    fork.runs = tuple(map(Run, tokens.tolist(), (tokens - moved).tolist()))
+    fork.shifts = None
+    fork.save(tmp_path / "older")
+    loaded, _ = engine.load_session(tmp_path / "older")
+    for token in text_ids(LIMIT, 3).tolist():
+        assert torch.equal(session.decode(token), loaded.decode(token))
+    assert loaded.compactions == session.compactions == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("shifts.start", lambda x: x.roll(1), "do not follow each other"),
+        ("shifts.token", lambda x: x.flip(0), "begin with its first token"),
+        ("shifts.shift", lambda x: x - 10_000, "to no position of the model"),
+        ("shifts.moves", None, "no tensor shifts.moves"),
+    ],
+)
+def test_shifts_in_a_file_are_checked(name: str, change: Any, why: str, tmp_path: Path) -> None:
+    engine = short_of("text3", "dbtrimkv")
+    session = engine.session()
+    session.prefill({"input_ids": text_ids(2 * LIMIT, 1)[None]})
+    session.save(tmp_path / "session")
+    tensors = load_file(tmp_path / "session")
+    with safe_open(tmp_path / "session", framework="pt") as file:
+        metadata = file.metadata()
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, tmp_path / "session", metadata)
+    with pytest.raises(SessionError, match=why):
+        engine.load_session(tmp_path / "session")
 
 
 def test_prompts_longer_than_the_context_compete_for_a_shared_budget() -> None:
