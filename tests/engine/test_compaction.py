@@ -25,6 +25,7 @@ from mmkv.engine.compaction import Held, RowShifts, Run, turned, with_text, with
 from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
+from mmkv.engine.trace import KINDS
 from tests.support.dialogues import engine_of, folder_of, prefill_both, prompt, reference_model
 from tests.support.factories import checkpoint
 from tests.support.oracle import Oracle
@@ -183,20 +184,21 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     assert error <= 1e-4, f"logits differ by {error:.2e}"
 
 
-TWICE = pytest.mark.long(reason="twice the context; one of each kind of positions is here")
+TWICE = pytest.mark.long(reason="twice the context or rows; one of each kind is here")
+EXPECTED = "expected-attention:window=3,sinks=1"
 
 
 @pytest.mark.parametrize(
     ("model", "policy", "limit", "budget"),
     [
         ("vl3", "dbtrimkv", 64, BUDGET),
-        ("qwen2_5_vl", "expected-attention:window=3,sinks=1", 64, BUDGET),
+        ("qwen2_5_vl", EXPECTED, 64, BUDGET),
         pytest.param("llava3", "keydiff", 128, BUDGET, marks=TWICE),
         pytest.param("glm4v", "dbtrimkv", 128, BUDGET, marks=TWICE),
         ("gemma3_text", "snapkv:window=3", 64, BUDGET),
         ("llava3", "dbtrimkv", 64, BUDGET),  # pictures have to shrink
         ("vl3", "dbtrimkv", 64, 36),  # rows are longer than three quarters of the context
-        ("qwen2_5_vl", "expected-attention:window=3,sinks=1", 64, 50),
+        pytest.param("qwen2_5_vl", EXPECTED, 64, 50, marks=TWICE),
     ],
 )
 def test_what_is_kept_and_said_is_an_oracles(
@@ -218,6 +220,7 @@ def test_what_is_kept_and_said_is_an_oracles(
         **given,
     )
     session = engine.session()
+    recorder = session.record()
     for turn in range(4):
         pieces = 6, ("image", 16, 24), 5, ("image", 24, 16), 3
         close(*prefill_both(session, oracle, prompt(model, *pieces, seed=turn)))
@@ -229,6 +232,10 @@ def test_what_is_kept_and_said_is_an_oracles(
     close(*prefill_both(session, oracle, prompt(model, 2 * limit, seed=9)))  # longer than all
     assert session.memory().compactions == oracle.moves >= 4
     assert session.memory().capped == oracle.capped and (oracle.capped > 0) == (budget > BUDGET)
+    record = recorder.read(session)
+    assert len(record.deaths) == session.evicted
+    there = record.died_at[record.kind[record.died_at] == KINDS.index("context")]
+    assert there.size == oracle.capped
     session.save(tmp_path / "session")
     loaded, _ = engine.load_session(tmp_path / "session")
     fork, tokens = session.fork(), text_ids(limit // 2, 7).tolist()
