@@ -33,9 +33,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Return one worker more than there are cores: many tests wait for a process or a server."""
-    return (os.cpu_count() or 1) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one worker more than there are cores: many tests wait for a process or a server.
+
+    Not those of the kernels: each worker's imports, and its compiler, take as long as a file.
+    """
+    return (os.cpu_count() or 1) + (not _of_triton(config))
 
 
 @pytest.fixture(scope="session", autouse=True)

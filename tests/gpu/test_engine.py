@@ -110,7 +110,7 @@ def life(folder: Path, device: str, row: dict[str, Any]) -> Log:
     log.add("undone", one.decode(8))
     many = [engine.session() for _ in range(5)]
     for index, each in enumerate(many):
-        each.prefill(turn(14 + 9 * index, seed=index))
+        each.prefill(turn(24 - 4 * index, seed=index))
     burst("the pool grows", many, 9)
     log.kept("after all", many[-1])
     return log

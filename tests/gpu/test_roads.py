@@ -227,6 +227,6 @@ def test_gates_are_trained_on_a_gpu(
     losses = []
     for device in ("cuda", "cpu"):
         folder = tmp_path / device
-        train(short_run(folder, steps=2, device=device))
+        train(short_run(folder, steps=2, batch=1, device=device))
         losses.append([entry["loss"] for entry in history(folder) if "loss" in entry])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 2

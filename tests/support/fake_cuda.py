@@ -85,22 +85,27 @@ class Graph:
     """What ran under :class:`capture`: a list of functions, their arguments and results."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
+        # With the places of what each makes among its results, and whether it reads a Piece.
+        self.steps: list[tuple[Callable[..., Any], Any, Any, dict[int, Tensor], bool]] = []
         self.own: dict[int, Tensor] = {}  # memory that the graph itself has made
+        self.pieces = 0
 
     def add(self, function: Callable[..., Any], args: Any, kwargs: Any, made: Any) -> None:
         """Note what has just run on tensors of the card, and what came of it on the CPU."""
         given = {_memory(each) for each in _tensors((args, kwargs))}
-        new = [each for each in _tensors(made) if _memory(each) not in given]
-        for each in new:
+        made = enumerate(_tensors(made))
+        new = {place: each for place, each in made if _memory(each) not in given}
+        for each in new.values():
             self.own[_memory(each)] = each
-        kept = (_mapped(x, OnGPU, self._kept) for x in (args, kwargs))
-        self.steps.append((function, *kept, new))
+        before = self.pieces
+        args, kwargs = (_mapped(x, OnGPU, self._kept) for x in (args, kwargs))
+        self.steps.append((function, args, kwargs, new, self.pieces > before))
 
     def _kept(self, x: OnGPU) -> Tensor | Piece:
         data = x.data_
         if _memory(data) in self.own or not data.numel():
             return data
+        self.pieces += 1
         reference = data.untyped_storage()._weak_ref()
         return Piece(reference, data.dtype, data.shape, data.stride(), data.storage_offset())
 
@@ -108,12 +113,14 @@ class Graph:
         """Run it again."""
         device().replays += 1
         with torch.no_grad(), _quiet():
-            for function, args, kwargs, new in self.steps:
-                args, kwargs = (_mapped(x, Piece, Piece.tensor) for x in (args, kwargs))
-                given = {_memory(each) for each in _tensors((args, kwargs))}
-                again = [x for x in _tensors(function(*args, **kwargs)) if _memory(x) not in given]
-                for before, now in zip(new, again, strict=True):
-                    before.copy_(now)
+            for function, args, kwargs, new, outside in self.steps:
+                if outside:
+                    args, kwargs = (_mapped(x, Piece, Piece.tensor) for x in (args, kwargs))
+                made = function(*args, **kwargs)
+                if new:
+                    again = _tensors(made)
+                    for place, before in new.items():
+                        before.copy_(again[place])
 
 
 @dataclasses.dataclass
@@ -451,8 +458,10 @@ class _Functions(TorchFunctionMode):
     """What torch does before it dispatches: making tensors, moving them, reading numbers."""
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # sizes and dtypes, half of all calls
+            return func(*args)
+        kwargs = dict(kwargs or {})
         first = args[0] if args else None
         ours = isinstance(first, OnGPU)
         if name in ("to", "cpu", "cuda") and isinstance(first, Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -34,6 +35,27 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if HAS_CUDA and not INTERPRETED else "cpu")
+
+
+def _interpret_faster() -> None:
+    """Have Triton's interpreter look for what it patches once, not in every call of a function."""
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def names(holder: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(holder) if is_builtin(member)]
+
+    def patch_builtin(holder: Any, builder: Any, scope: Any) -> None:
+        for name in names(holder):
+            if is_builtin(member := getattr(holder, name)):  # not where a caller has patched it
+                interpreter._patch_attr(holder, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
+if HAS_TRITON and INTERPRETED:
+    _interpret_faster()
 
 
 # Triton 3.7 and later let one register of some kernels wait in memory, out and in: 4 bytes each.

@@ -23,6 +23,7 @@ from mmkv.vllm.rows import Arrival, HeldRequest, Pass, WorkerRows
 from mmkv.vllm.settings import Settings, blocks_of, entry_size
 from tests.support.model_configs import Checkpoint
 from tests.support.sessions import save_checkpoint
+from tests.support.tiers import long_but
 
 CHUNK, PAGE = 24, 8
 
@@ -173,24 +174,26 @@ def beside_the_engine(worker: Worker, request: Request) -> None:
         assert (torch.stack(ours) - torch.stack(request.logits)).abs().max() <= most
 
 
+# One budget, times of eviction, a lookahead, a budget a row; scores of places, of keys, of queries,
+# summed up; codes.
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"evict_every": 4},
+    {"policy": "dbtrimkv+6"},
+    {"policy": "trimkv"},
+    {"policy": "streamingllm"},
+    {"policy": "keydiff"},
+    {"policy": "snapkv:window=8"},
+    {"policy": "h2o"},
+    {"kv": "int4"},
+]
+LIKE_THESE: list[dict[str, Any]] = [{"policy": name} for name in ("knorm", "lagkv", "pyramidkv")]
+LIKE_THESE += [{"kv": form} for form in ("int8", "bf16")]
+
+
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"evict_every": 4},
-        {"policy": "dbtrimkv+6"},
-        {"policy": "trimkv"},
-        {"policy": "streamingllm"},
-        {"policy": "knorm"},
-        {"policy": "keydiff"},
-        {"policy": "lagkv"},
-        {"policy": "snapkv:window=8"},
-        {"policy": "pyramidkv"},
-        {"policy": "h2o"},
-        {"kv": "int8"},
-        {"kv": "int4"},
-        {"kv": "bf16"},
-    ],
+    SETTINGS + long_but((), LIKE_THESE, "scored, stored or shared out as one of the others"),
     ids=str,
 )
 @torch.inference_mode()

@@ -413,7 +413,7 @@ def test_a_gpu_without_triton_has_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("model", "policy"),
     long_but(
-        [*zip(itertools.cycle(MODELS), SCORED), *KERNEL_CASES[:2], KERNEL_CASES[-1]],
+        [*zip([*MODELS, "odd"], SCORED, strict=True), *KERNEL_CASES[:2], KERNEL_CASES[-1]],
         [*itertools.product(MODELS, SCORED), *KERNEL_CASES],
         "the other pairs; experts behind linear layers take a minute",
     ),
@@ -435,8 +435,8 @@ def test_the_kernels_together_are_the_eager_step(
     ours = engine_for(model, policy)
     assert isinstance(ours.decoder.elementwise, TritonElementwise)
     one = opened(ours, 2)
-    generated = Bursts(ours).decode(one, [3, 4], 3)
-    assert generated == eager(reference, two, [3, 4], 3)
+    generated = Bursts(ours).decode(one, [3, 4], 2)
+    assert generated == eager(reference, two, [3, 4], 2)
     same(one, two)
 
 

@@ -10,9 +10,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import lazy_loader
 import pytest
 from pydantic import BaseModel, TypeAdapter
 from typing_extensions import get_type_hints, is_typeddict
@@ -26,7 +28,10 @@ from tests.support.chat_models import picture, script
 from tests.support.servers import MODEL, Server, picture_part, serving
 from tests.support.tool_templates import function, save_seeing_tool_model
 
-anthropic = pytest.importorskip("anthropic", reason="pip install -e '.[test]'")
+if find_spec("anthropic") is None:
+    pytest.skip("pip install -e '.[test]'", allow_module_level=True)
+# Two seconds, which every worker would take to collect these tests.
+anthropic = lazy_loader.load("anthropic")
 jsonschema = pytest.importorskip("jsonschema", reason="pip install -e '.[test]'")
 
 FORMS: list[tuple[type[OpenModel], str, str]] = [
