@@ -22,6 +22,8 @@ os.environ["MMKV_PANELS"] = "0"
 
 import pytest
 
+from tests.support.tiers import thin
+
 if TYPE_CHECKING:
     import torch
 
@@ -154,8 +156,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if "triton" in text or "kernels" in text else True
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that hold slow tests, so that workers end at about the same time."""
+    thin(items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:

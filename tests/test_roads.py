@@ -13,6 +13,7 @@ from mmkv import Engine
 from mmkv.resources import bundled_model
 from tests.support.native import needs_native
 from tests.support.servers import Server, serving
+from tests.support.tiers import one_in
 from tools.roads import Road, http_road, roads
 
 pytestmark = [needs_native, pytest.mark.slow(reason="all that runs is traced")]
@@ -37,6 +38,7 @@ def traced() -> dict[str, Road]:
     return roads() | {"http": http_road(serve)}
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", NAMED)
 def test_the_files_of_a_road_run_on_it(name: str, traced: dict[str, Road]) -> None:
     assert NAMED[name]

@@ -31,6 +31,7 @@ from tests.support.factories import checkpoint
 from tests.support.oracle import Oracle
 from tests.support.oracle.simulation import Group, rows_of
 from tests.support.sessions import load, text_ids
+from tests.support.tiers import one_in
 
 LIMIT, BUDGET, CHUNK = 64, 5, 16
 
@@ -188,6 +189,7 @@ TWICE = pytest.mark.long(reason="twice the context or rows; one of each kind is 
 EXPECTED = "expected-attention:window=3,sinks=1"
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("model", "policy", "limit", "budget"),
     [

@@ -22,7 +22,7 @@ from tests.support.dialogues import (
 from tests.support.oracle import Oracle, Quantiser, Retained
 from tests.support.policies import ALL, KINDS
 from tests.support.sessions import text_ids
-from tests.support.tiers import long_but
+from tests.support.tiers import long_but, one_in
 
 TOLERANCE = 1e-4
 
@@ -118,6 +118,7 @@ def converse(
 IN_TURN = [(name, at % 2 == 0) for at, name in enumerate(QUICK)] + [(QUICK[0], False)]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("policy", "native"),
     long_but(

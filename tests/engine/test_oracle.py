@@ -18,7 +18,7 @@ from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_bot
 from tests.support.oracle import Oracle
 from tests.support.policies import GATED, KINDS, MERGERS, OTHERS
 from tests.support.sessions import text_ids
-from tests.support.tiers import long_but, slow_but
+from tests.support.tiers import long_but, one_in, slow_but
 
 TOLERANCE = 1e-4
 RISK = 0.01  # relative: what the bins of a meter may be wrong by
@@ -185,6 +185,7 @@ def oracle_for(folder: Path, engine: Runtime, case: Case) -> Oracle:
 QUICK = list({case.policy.partition(":")[0]: case for case in reversed(CASES)}.values())
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "case",
     slow_but(QUICK, [case for case in CASES if case.model not in ALIKE], "the rest of the matrix")
@@ -369,6 +370,7 @@ HYBRID = [
 MATRIX_QUICK = [(name, "qwen3_vl", "chunked") for name in KINDS + OTHERS]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "family", "chunk"),
     slow_but(MATRIX_QUICK, CHUNKED, "the rest of the matrix")

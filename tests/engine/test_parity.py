@@ -29,7 +29,7 @@ from tests.support.factories import (
     pad_left,
 )
 from tests.support.hf_models import with_positions_of_the_paper
-from tests.support.tiers import long_but
+from tests.support.tiers import long_but, one_in
 
 STEPS = 24
 FEW = 8  # where a prompt is read in another way: what follows is that of one turn
@@ -124,6 +124,7 @@ OWN += ["qwen3_vl_group8", "llava_mistral", "mistral3_ministral", "qwen3_yarn", 
 OWN += ["llama_biased", "phi3_long", "phi3_sliding", "qwen3_moe_mixed"]
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", long_but(OWN, CHECKPOINTS, "sizes of a family"))
 def test_one_turn(name: str) -> None:
     """Several pictures of different sizes where the family sees."""
@@ -140,6 +141,7 @@ def test_prompt_in_chunks(name: str) -> None:
     check_turns(name, [prompt(name)], CHUNKS)
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", SEEING)
 def test_picture_in_a_later_turn(name: str) -> None:
     """Pictures of the second and third turn get the positions of the whole conversation."""
@@ -178,6 +180,7 @@ def test_text_in_turns(name: str) -> None:
     check_turns(name, [make_turn(name, [size], seed=size) for size in (9, 1, 30)])
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "name",
     long_but(FAMILIES, WATCHING, "a variant of a family"),

@@ -18,7 +18,7 @@ from tests.support.factories import checkpoint, make_turn
 from tests.support.host_reads import HostReads
 from tests.support.policies import KINDS
 from tests.support.sessions import PICTURES, TEXT_IDS, assert_same_rows, load, run, text_ids, turn
-from tests.support.tiers import slow_but
+from tests.support.tiers import one_in, slow_but
 
 POLICIES = slow_but(("dbtrimkv", "snapkv", "full"), KINDS, "the other kinds of policies")
 LONG = turn(9, ("image", 24, 16), 25, seed=7)
@@ -98,6 +98,7 @@ def test_what_cannot_be_taken_back_says_so(engine: Runtime) -> None:
         kept.roll_back()
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("policy", "budget"),
     [
@@ -179,6 +180,7 @@ BLOCKS = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("policy", "native"),
     [

@@ -20,7 +20,7 @@ from tests.engine.test_oracle import text_of
 from tests.support.dialogues import engine_of, folder_of, prompt
 from tests.support.policies import KINDS, OTHERS
 from tests.support.sessions import assert_same_rows, load, run, text_ids, turn
-from tests.support.tiers import long_but
+from tests.support.tiers import long_but, one_in
 
 # A turn of each row, twice: with pictures and without, longer and shorter than a chunk.
 TURNS: list[list[list[Any]]] = [
@@ -56,6 +56,7 @@ def passes_of(engine: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 ALIKE = ("dart", "cdpruner", "wgkv+dbtrimkv")
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "model"),
     [

@@ -19,6 +19,7 @@ from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from tests.support.factories import checkpoint
 from tests.support.sessions import text_ids
+from tests.support.tiers import one_in
 
 # What refuses, or finds no memory.
 RESERVING: list[tuple[Any, str]] = [(PagePool, "reserve"), (PagePool, "require")]
@@ -123,6 +124,7 @@ def standing(engine: Runtime, sessions: Sessions) -> dict[str, Any]:
         }
 
 
+@one_in(2)
 @pytest.mark.parametrize("kind", ENGINES)
 def test_after_a_refusal_all_is_as_before(kind: str, tmp_path: Path) -> None:
     engine, path = engine_of(kind), tmp_path / "one.mmkv"

@@ -43,6 +43,7 @@ from tests.support.sessions import (
     text_ids,
     turn,
 )
+from tests.support.tiers import one_in
 
 
 @pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv", "h2o"])
@@ -207,6 +208,7 @@ def test_closing_returns_every_page(engine: Runtime) -> None:
             action()
 
 
+@one_in(3)
 @pytest.mark.slow(reason="long dialogues at several budgets")
 @pytest.mark.parametrize("policy", EVICTING_KINDS)
 def test_a_long_prompt_leaves_no_reference_cycles(policy: str, folders: dict[str, Path]) -> None:

@@ -29,7 +29,7 @@ from mmkv.engine.model.stored import StoredTensors
 from mmkv.engine.model.weights import DecoderWeights
 from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint, stored_in_bfloat16
 from tests.support.model_configs import config_of
-from tests.support.tiers import long_but
+from tests.support.tiers import long_but, one_in
 
 
 def through_transformers(
@@ -99,6 +99,7 @@ ALIKE = ("qwen2_vl", "idefics3", "llava_next_video", "qwen3_5_moe", "gemma3", "g
 QUICK = [name for name in FAMILIES if name not in ALIKE]
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", long_but(QUICK, CHECKPOINTS, "a variant of another"))
 def test_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tower reads its own tensors, each once, when it is asked for."""
@@ -204,6 +205,7 @@ def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "change", "direct"),
     [

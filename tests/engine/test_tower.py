@@ -49,6 +49,7 @@ from mmkv.hf import retain
 from tests.support.factories import checkpoint, make_turn, stored_in_bfloat16
 from tests.support.hf_models import model_of, prompts_of
 from tests.support.native import needs_native
+from tests.support.tiers import one_in
 
 # One of each tower, and two levels of CLIP's at once.
 NAMES = ["qwen3_vl", "qwen2_5_vl", "internvl", "llava", "llava_next", "llava_onevision"]
@@ -115,6 +116,7 @@ def layers_left(family: Family) -> list[str]:
     return [n for n, m in family.hf.named_modules() if isinstance(m, kinds) and m not in apart]
 
 
+@one_in(3)
 @needs_native
 def test_in_panels_features_are_those_of_transformers(stored: Path, theirs: list[Tensor]) -> None:
     """C attends once a layer, windows or not: the text model keeps transformers' attention."""
@@ -147,6 +149,7 @@ WORST_INT8, WORST_BF16 = 0.03, 0.01
 LOOSE = {"mistral3": 2.5}
 
 
+@one_in(3)
 @needs_native
 def test_in_8_bits_c_and_torch_agree_and_the_error_is_small(
     stored: Path, theirs: list[Tensor]
@@ -184,6 +187,7 @@ def test_what_bfloat16_does_not_hold_stays() -> None:
     assert not list(held_matrices(family.hf)) and layers_left(family)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("stored", "kernels"),
     [
@@ -323,6 +327,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, scale: float, starts: list[
 DIMS, TOKENS = [64, 72, 80, 5, 1], [1, 2, 7, 64, 255, 257, 257, 530]
 
 
+@one_in(3)
 @needs_native
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize("dim", DIMS)
@@ -339,6 +344,7 @@ def test_attention_is_that_in_float64(
         assert (made - wanted).abs().max() < 2e-5 * sharp
 
 
+@one_in(3)
 @pytest.mark.parametrize("level", ["torch", *levels()])
 @pytest.mark.parametrize("dim", DIMS)
 def test_rounded_attention_is_that_of_rounded_numbers(

@@ -33,6 +33,7 @@ from mmkv.eval.papers.reproduce import (
 )
 from mmkv.training import adapt, distill
 from mmkv.training.settings import TrainingSettings
+from tests.support.tiers import one_in
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "assets" / "tiny-vlm"
@@ -54,6 +55,7 @@ def test_every_table_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed == list(tables())
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", list(tables()))
 def test_its_commands_are_understood(name: str) -> None:
     """Options, model arguments and tasks of each row; each writes to a folder of its own."""

@@ -33,7 +33,7 @@ from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
 from mmkv.session import Session
 from tests.fuzz.trial import Wrong, examples, trial
 from tests.support.chat_models import save_llama
-from tests.support.tiers import long_but
+from tests.support.tiers import long_but, one_in
 
 _SHORT = Sampling(max_new_tokens=3)
 _ASKED = [{"role": "user", "content": "What?"}]
@@ -399,6 +399,7 @@ QUICK += ["Session.send", "Session.fork", "Session.undo", "Session.save", "Sched
 QUICK += ["hf generate with a cache"]
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", long_but(QUICK, sorted(CALLS), "1.7 s each"))
 @examples(1)
 @given(ahead=st.integers(0, 9_999), shared=st.booleans())

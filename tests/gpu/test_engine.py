@@ -21,7 +21,7 @@ from mmkv.engine.sequence import CachedSequence
 from tests.support.factories import Piece, checkpoint, make_turn
 from tests.support.fake_cuda import Device
 from tests.support.policies import ALL, KINDS
-from tests.support.tiers import long_but
+from tests.support.tiers import long_but, one_in
 
 DRAWS = {
     "greedy": None,
@@ -173,6 +173,7 @@ def name_of(made: dict[str, Any]) -> str:
     return "-".join(made.values())
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "made", long_but(ROWS[: len(QUICK)] + ROWS[-1:], ROWS, "every kind is enough"), ids=name_of
 )
@@ -185,6 +186,7 @@ def test_a_gpu_says_and_keeps_what_a_cpu_does(
         assert card.replays > 20
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "made", long_but([ROUNDED[at] for at in (0, 3, 5, 9)], ROUNDED, "one of a kind"), ids=name_of
 )

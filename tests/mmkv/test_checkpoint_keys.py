@@ -39,6 +39,7 @@ from tests.support import chat_models
 from tests.support.factories import CHECKPOINTS, checkpoint, make_turn
 from tests.support.hf_models import with_positions_of_the_paper
 from tests.support.model_configs import config_of
+from tests.support.tiers import one_in
 
 Raw = dict[str, Any]
 # Where a key stands in config.json (a part of it, or ""), the key, and its value.
@@ -428,6 +429,7 @@ FOUND: list[tuple[str, list[Change], str | None]] = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize(("name", "made", "key"), FOUND)
 def test_leftovers_and_forms_that_were_read_otherwise(
     name: str, made: list[Change], key: str | None

@@ -28,6 +28,7 @@ from tests.support.chat_models import (
     save_smolvlm,
     script,
 )
+from tests.support.tiers import one_in
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3": save_qwen3_vl,
@@ -102,6 +103,7 @@ CASES = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize("name, seen, parts", CASES)
 def test_observing_bit_by_bit_reads_what_one_message_would(
     engines: Callable[[str], Engine],

@@ -12,6 +12,7 @@ from mmkv import Engine, InputError, Sampling
 from mmkv.sampling import Sampler
 from mmkv.server.reply import FINISH
 from tests.support.servers import Server, serving
+from tests.support.tiers import one_in
 from tests.support.tool_templates import function, save_tool_model
 
 TOOLS = [
@@ -144,6 +145,7 @@ def over_http(server: Server, drawn: dict[str, Any], more: dict[str, Any]) -> An
     return message["content"] or "", thought, calls, choice["finish_reason"], used
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_reply_is_the_same_on_every_road(
     name: str, server: Server, says: Callable[[Any, str | None], None]

@@ -22,6 +22,7 @@ from mmkv.engine.policies import make_policy
 from tests.support.native import engine_for
 from tests.support.policies import KINDS
 from tests.support.sessions import assert_same_rows, text_ids
+from tests.support.tiers import one_in
 
 RAGGED = {"reference": ragged_attention_reference, "fast": ragged_attention}
 EVEN = [[33, 30], [31, 32]]
@@ -219,6 +220,7 @@ def test_h2o_gives_nothing_to_what_a_window_hides() -> None:
 # On a CPU the kernels' torch references stand in for them.
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("model", "policy"),
     [

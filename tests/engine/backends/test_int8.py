@@ -33,7 +33,7 @@ from tests.support.native import (
     prompt,
 )
 from tests.support.sessions import load, text_ids
-from tests.support.tiers import long_but
+from tests.support.tiers import long_but, one_in
 
 # (out, in): whole panels and blocks, and neither; beside it, whether there is a bias.
 SHAPES = [(96, 64), (33, 50), (3, 7), (16, 256)]
@@ -311,6 +311,7 @@ KEEPING = [
 SOME = [(*pair, form) for at, form in enumerate(INT8_FORMS) for pair in KEEPING[at % 4 :][:2]]
 
 
+@one_in(3)
 @needs_native
 @torch.inference_mode()
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from tests.support.kernels import (
     is_triton,
     needs_compiler,
 )
+from tests.support.tiers import one_in
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -230,6 +231,7 @@ SETTINGS = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_distribution_is_that_of_the_sampler(setting: dict[str, Any], ties: bool) -> None:

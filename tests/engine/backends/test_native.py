@@ -40,7 +40,7 @@ from tests.support.native import (
 )
 from tests.support.policies import EVICTING_STATIC
 from tests.support.sessions import state, text_ids
-from tests.support.tiers import long_but
+from tests.support.tiers import long_but, one_in
 
 # Every model, and with one of them every policy, at one interval or the other.
 QUICK = [(m, "dbtrimkv", 2, 1) for m in MODELS]
@@ -53,6 +53,7 @@ REST = [
 ]
 
 
+@one_in(3)
 @needs_native
 @pytest.mark.parametrize(
     ("model", "policy", "lookahead", "evict_every"),

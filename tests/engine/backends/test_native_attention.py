@@ -18,6 +18,7 @@ from mmkv.engine.cache import COLUMNS, PagePool, RaggedCache
 from mmkv.engine.cache.forms import FORMS as STORE_FORMS
 from mmkv.engine.cache.forms import KVForm
 from tests.support.native import needs_native
+from tests.support.tiers import one_in
 
 FORMS = ["auto", "bf16", "int8", "k8v4", "int4"]
 
@@ -33,6 +34,7 @@ def filled(form: str, dim: int, page_size: int, length: int) -> tuple[RaggedCach
     return cache, cache.pool.keys_at(slots), cache.pool.values_at(slots)
 
 
+@one_in(3)
 @needs_native
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize("form", FORMS)
@@ -100,6 +102,7 @@ def wanted(cache: RaggedCache, query: Tensor) -> Tensor:
     return out.flatten(1)
 
 
+@one_in(3)
 @needs_native
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize("form", FORMS)

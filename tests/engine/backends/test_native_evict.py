@@ -41,7 +41,7 @@ from mmkv.engine.scorer_state import QUERIES, window_attention
 from tests.engine.policies.test_policies import make_view
 from tests.support.native import POLICIES, content, needs_native
 from tests.support.sessions import LATER, PICTURES, load, text_ids
-from tests.support.tiers import long_but, slow_but
+from tests.support.tiers import long_but, one_in, slow_but
 
 # Rows of 2 layers and 2 heads. Few values, and the same positions in most rows: many ties.
 SEEN = 40
@@ -339,6 +339,7 @@ def test_only_state_can_be_compiled_by_others() -> None:
         compiled("State")(Decayed)  # type: ignore[arg-type]
 
 
+@one_in(2)
 @pytest.mark.parametrize("evict_every", long_but([1], [1, 3], "the same, evicting less often"))
 @pytest.mark.parametrize("name", ASKING)
 def test_c_and_torch_keep_the_same(name: str, evict_every: int, folders: dict[str, Path]) -> None:

@@ -22,6 +22,7 @@ from tests.support.host_reads import HostReads, host_reads
 from tests.support.native import loaded
 from tests.support.policies import EVICTING
 from tests.support.sessions import assert_same_rows
+from tests.support.tiers import one_in
 
 __all__ = ["host_reads"]
 WRITING = ("wgkv:window=9", "wgkv+dbtrimkv:window=5", "wgkv+snapkv:window=5,observed=3")
@@ -48,6 +49,7 @@ def engine(name: str, model: str = "odd", **options: Any) -> Runtime:
     return Runtime(disk.family, disk.spec, disk.decoder.weights, gates, policy, **options)
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", [*IN_TORCH, "balanced"])
 def test_a_policy_steps_without_the_host(name: str, host_reads: HostReads) -> None:
     """Tokens differ from each other: keys of one token have one norm but for its last bit."""

@@ -37,7 +37,7 @@ from mmkv.engine.steps import decode_burst
 from tests.support.bursts import Bursts
 from tests.support.policies import STATIC
 from tests.support.sessions import PICTURES, assert_same_rows, load, run, text_ids, turn
-from tests.support.tiers import slow_but
+from tests.support.tiers import one_in, slow_but
 
 Rows = list[list[int]]  # [layers * heads] -> serial numbers
 EXAMPLES = int(os.environ.get("MMKV_CACHE_EXAMPLES", "100"))
@@ -467,6 +467,7 @@ PATHS = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("path", "policy"),
     slow_but([path for path in PATHS if "dbtrimkv" in path], PATHS, "the other policies"),

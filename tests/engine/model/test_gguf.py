@@ -51,6 +51,7 @@ from tests.support.factories import CHECKPOINTS, checkpoint, make_model, make_tu
 from tests.support.gguf_files import Written, finish
 from tests.support.model_configs import IMAGE_ID, LINEAR, VOCAB
 from tests.support.native import needs_native
+from tests.support.tiers import one_in
 
 SHOWN: list[Any] = [3, ("image", 32, 32), 4, ("image", 16, 48), 2]
 # Architectures and types, so that each of both is there.
@@ -130,6 +131,7 @@ def assert_alike(file: str | Path, truth: Path) -> tuple[Family, Family]:
     return family, true
 
 
+@one_in(3)
 @pytest.mark.parametrize(("name", "kind"), TEXTS)
 def test_text(name: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are made of their codes a few rows at a time, the last ones of a matrix fewer."""
@@ -152,6 +154,7 @@ def source_of(name: str, folder: Path) -> Path:
     return folder / "source"
 
 
+@one_in(3)
 @pytest.mark.parametrize(("name", "kind"), SEEING)
 def test_pictures(name: str, kind: Kind, tmp_path: Path) -> None:
     marks = {150: "<image>"} if name.startswith("llava") else {}

@@ -35,6 +35,7 @@ from mmkv.engine.runtime import Runtime
 from tests.support.factories import make_model
 from tests.support.native import needs_native
 from tests.support.sessions import qwen3_vl, text_ids
+from tests.support.tiers import one_in
 
 pytestmark = needs_native
 IDS = text_ids(9, seed=3)
@@ -267,6 +268,7 @@ def other_shapes(content: bytes) -> bytes:
     return content[:8] + json.dumps(header).encode().ljust(begin - 8) + content[begin:]
 
 
+@one_in(3)
 @pytest.mark.parametrize("damage", damages())
 def test_a_damaged_or_foreign_file_is_made_anew(
     damage: str, model: Path, packing: list[str]

@@ -29,6 +29,7 @@ from tests.support.factories import CHECKPOINTS, checkpoint, enliven, make_turn
 from tests.support.model_configs import IMAGE_ID, PATCH, Checkpoint, config_of
 from tests.support.oracle import Oracle
 from tests.support.sessions import load, save_checkpoint, text_ids
+from tests.support.tiers import one_in
 
 METHODS = ["visionzip:keep=0.4", "visionzip:tokens=7,contextual=0.5", "prumerge:neighbours=3"]
 METHODS += ["prumerge:tokens=4,neighbours=99"]
@@ -165,6 +166,7 @@ def in_tokens(folder: Path, text: str, inputs: Mapping[str, Tensor]) -> tuple[Te
     return shown, kept.flatten()[at] | (at < 0)
 
 
+@one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", TOWERS)
 def test_features_are_those_of_the_formulas(
@@ -214,6 +216,7 @@ class Masked(Oracle):
         return super()._attention(layer, query, at, window)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "method", "chunk"),
     [

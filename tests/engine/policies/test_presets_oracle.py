@@ -27,7 +27,7 @@ from tests.support.oracle import METHODS, Oracle, Quantiser
 from tests.support.oracle.simulation import FORMS
 from tests.support.policies import KINDS
 from tests.support.sessions import load, text_ids
-from tests.support.tiers import long_but
+from tests.support.tiers import long_but, one_in
 
 TOLERANCE = 1e-4
 NAMES = [name for name in PRESETS if make_policy(name).evicts]
@@ -266,6 +266,7 @@ def report(record_property: Callable[[str, object], None], name: str, found: lis
 QUICK = [*KINDS[::2], "expected-attention"]
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", long_but(QUICK, NAMES, "test_oracle.py has all presets"))
 def test_presets_follow_their_references(
     name: str, record_property: Callable[[str, object], None]

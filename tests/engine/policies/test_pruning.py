@@ -26,6 +26,7 @@ from tests.support.factories import make_model, make_turn
 from tests.support.model_configs import Checkpoint
 from tests.support.oracle import Pruned
 from tests.support.sessions import load, save_checkpoint, text_ids
+from tests.support.tiers import one_in
 
 FAMILIES = {
     "qwen3_vl": Checkpoint("qwen3_vl", 4, 2, 32, layers=3),
@@ -70,6 +71,7 @@ CASES = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize(("family", "method", "chunk"), CASES)
 def test_a_pruned_dialogue_is_that_of_a_masked_model(
     family: str, method: str, chunk: int, models: dict[str, Path]

@@ -19,6 +19,7 @@ from mmkv.eval.long_text.benchmarks import tasks as long_tasks
 from mmkv.eval.mmdu.data import AnswerFolder, read_benchmark
 from mmkv.prompt.video import load_video
 from tests.support.lmms_runs import MODEL, Written, needs_lmms_eval, run, written
+from tests.support.tiers import one_in
 
 pytestmark = [
     needs_lmms_eval,
@@ -112,6 +113,7 @@ def rows(data: Path, pattern: str) -> list[dict[str, Any]]:
     return list(load_dataset("parquet", data_files=files, split="train"))
 
 
+@one_in(2)
 @pytest.mark.parametrize("task", PICTURES)
 def test_replies_are_the_engines_own(
     task: str, ours: Written, data: Path, engine: mmkv.Engine

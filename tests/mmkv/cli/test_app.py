@@ -40,6 +40,7 @@ from tests.conftest import make_spec
 from tests.support.chat_models import save_llama, save_qwen3_vl
 from tests.support.media import png_bomb
 from tests.support.sessions import without_risk
+from tests.support.tiers import one_in
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -556,6 +557,7 @@ NAMED = [
 NAMED.append((("eval", "--tasks", "NAME", "--output", "out"), "a" * 5000))
 
 
+@one_in(3)
 @pytest.mark.parametrize(("arguments", "name"), NAMED)
 def test_names_that_are_no_path_are_refused_in_one_line(
     mmkv: Callable[..., Ran],

@@ -34,6 +34,7 @@ from tests.support.factories import checkpoint
 from tests.support.policies import EVICTING_KINDS
 from tests.support.recorded import DIALOGUES, bundled, clip, recorded, talk
 from tests.support.sessions import LATER, PICTURES, load, text_ids
+from tests.support.tiers import one_in
 
 Sets = list[list[int]]
 
@@ -90,6 +91,7 @@ def test_kept_sets_are_the_oracles_at_20_random_steps(number: int) -> None:
     assert len(record.deaths) > 50
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("path", "policy"),
     [

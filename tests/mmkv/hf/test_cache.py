@@ -32,6 +32,7 @@ from tests.support.factories import (
 )
 from tests.support.hf_models import greedy, model_of, prompts_of, registered
 from tests.support.model_configs import IMAGE_ID
+from tests.support.tiers import one_in
 
 NAME = "qwen3_vl"
 SMALL: dict[str, Any] = {"gates": "random", "budget": 7, "prefill_chunk": 16, "page_size": 8}
@@ -511,6 +512,7 @@ FOLLOWED = CHANGES | {"bfloat16": lambda model, _: model.to(torch.bfloat16)}
 del FOLLOWED["nothing"], FOLLOWED["an adapter"]  # which is refused, below
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "change"),
     [(("llama", "qwen3")[at % 2], change) for at, change in enumerate(sorted(FOLLOWED))],

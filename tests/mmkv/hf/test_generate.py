@@ -22,7 +22,7 @@ from mmkv.hf import RetainedCache, generate, handle, retain
 from tests.support.chat_models import picture, save_llama, save_llava
 from tests.support.factories import CHECKPOINTS, checkpoint, make_model, pad_left
 from tests.support.hf_models import TOKENS, greedy, model_of, prompts_of
-from tests.support.tiers import long_but
+from tests.support.tiers import long_but, one_in
 
 NAMES = ["qwen3_vl", "llava", "llava_next", "llava_onevision", "qwen3", "llama", "phi3"]
 NAMES += ["qwen2_5_vl", "qwen3_5", "qwen3_vl_moe", "internvl", "smolvlm", "mistral3"]
@@ -30,6 +30,7 @@ NAMES += ["qwen2_5_vl", "qwen3_5", "qwen3_vl_moe", "internvl", "smolvlm", "mistr
 FEW = ("qwen3_vl", "llava_onevision", "llama", "qwen3_5", "qwen2_5_vl", "smolvlm")
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "name", long_but(FEW, NAMES, "the engine's own reply has every family, in test_parity")
 )

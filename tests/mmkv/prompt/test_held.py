@@ -35,6 +35,7 @@ from tests.support.chat_models import (
     script,
 )
 from tests.support.theirs import processor_of
+from tests.support.tiers import one_in
 
 # What templates of published models do with earlier turns, shortened.
 THOUGHTS = (
@@ -565,6 +566,7 @@ def save_qwen3_5(folder: Path) -> Path:
 FAMILIES.append(save_qwen3_5)
 
 
+@one_in(3)
 @pytest.mark.parametrize("save", FAMILIES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long(reason="again"))])
 def test_pictures_over_turns_are_read_as_in_one_prompt(

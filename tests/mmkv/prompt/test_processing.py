@@ -40,6 +40,7 @@ from tests.support.chat_models import (
     watch,
 )
 from tests.support.theirs import processor_of
+from tests.support.tiers import one_in
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +162,7 @@ SAVES = [save_llava, save_llava_onevision, save_internvl, save_qwen2_5_vl, save_
 SAVES += [save_smolvlm, save_idefics3, save_mistral3, save_qwen2_vl, save_llava_next_video]
 
 
+@one_in(3)
 @pytest.mark.parametrize("save", SAVES)
 def test_pictures_are_answered_as_with_transformers(
     tmp_path: Path, save: Callable[[Path], Path]

@@ -43,6 +43,7 @@ from tests.support.chat_models import (
     save_qwen3_vl,
     save_smolvlm,
 )
+from tests.support.tiers import one_in
 
 SOURCES = ("processor_config", "chat_template.json", "chat_template.jinja", "tokenizer_config")
 
@@ -355,6 +356,7 @@ def render(tokenizer: Any, source: str) -> str:
     return ChatTemplate(tokenizer, source, parts=False).render(messages, opening=True)
 
 
+@one_in(3)
 @pytest.mark.parametrize("source", ENDLESS)
 def test_a_template_that_eats_time_or_memory_is_stopped(
     tokenizer: Any, source: str, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ from mmkv.server.state import TurnMemory
 from tests.mmkv.server.test_tools import joined_pieces
 from tests.support.pairwise import Row, pairwise_rows
 from tests.support.servers import Server, serving
+from tests.support.tiers import one_in
 from tests.support.tool_templates import HERMES, function, save_tool_model, tool_tokenizer
 
 TOKENIZER = tool_tokenizer(HERMES)
@@ -424,6 +425,7 @@ def talked(
         assert found == [(one["role"], len(one.get("tool_calls", ()))) for one in told]
 
 
+@one_in(3)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values()))[:60])
 def test_two_turns(server: Server, model: LlamaForCausalLM, log: list[bytes], row: Row) -> None:
     keys = ("one-key", "other-key")[: row["clients"]]

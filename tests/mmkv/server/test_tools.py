@@ -15,6 +15,7 @@ from mmkv.grammar import RuleState
 from mmkv.sampling import Sampler
 from tests.support.chat_models import picture
 from tests.support.servers import Server, picture_part, serving
+from tests.support.tiers import one_in
 from tests.support.tool_templates import (
     HERMES,
     LLAMA3,
@@ -224,6 +225,7 @@ STOPS: list[tuple[str, dict[str, Any], tuple[str, str, list[str], str]]] = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize(("said", "fields", "wanted"), STOPS, ids=lambda one: str(one)[-40:])
 def test_a_stop_leaves_no_half_of_a_call_or_mark(
     server: Server,
