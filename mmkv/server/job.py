@@ -6,7 +6,6 @@ The conversations that a request continues and leaves behind, and its steps in t
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -684,7 +683,7 @@ class ChatJob(EngineJob):
             inputs = processor.encode(segment.text, images, videos, session.seen > 0, total)
         ids = inputs["input_ids"][0].tolist()
         self._prompt_end = ids[-PROMPT_END:]
-        more = {"rule": self._rule, "unfed": session.unfed, "stays": sys.maxsize}
+        more = {"rule": self._rule, "unfed": session.unfed, "loose": 0}
         self._read = read_of(processor, segment.text, ids, images, videos, **more)
         return session.with_unfed(without_first(inputs, segment.held))
 
