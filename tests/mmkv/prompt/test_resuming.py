@@ -44,7 +44,8 @@ QWEN3_VL = (
     "{% elif m.role != 'system' %}<|im_start|>{{ m.role }}\n"
     "{% for p in m.content %}{{ p.text or '<|image_pad|>' }}{% endfor %}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
-    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}" + OPENS
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 QWEN3 = (
     "{% set ns = namespace(looking=true, last=messages | length - 1) %}"
