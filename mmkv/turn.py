@@ -410,15 +410,11 @@ def _composed(
     # Tokens may have come in that nobody noted as text: going back would lose them.
     if template.source is None or held.pieces is None or held.seen != session.seen:
         return appended("what it has read is not known as a template's text")
-    text, why, known = None, None, held.checkpoint if rule is None else None
-    done: RenderedConversation | None = None
+    text, why, done = None, None, None
     if not ends and rule is None and is_open(session.history):
         text = text_behind(held, template, session.history[-1], messages[0])
     if text is None:
-        done = template.go_on(talk, ends, known)
-        text = None if done.after is None else held.unread_of(done.text)
-        if text is None and done.after is not None:
-            done = template.go_on(talk, ends, None)
+        done, text = rendered(held, template, talk, ends, rule)
     if text is not None:
         plan = held.appending(text)
     else:
@@ -438,12 +434,33 @@ def _composed(
         return _loose(template, talk, done) if ends and done is not None else 0
 
     made = _planned(session, plan, load(), total, rule, loose)
-    if done is None:
-        made.read = replace(made.read, stands=True)
-    elif done.checkpoint is not None:
-        behind = done.length - done.checkpoint.length
-        made.read = replace(made.read, goes_on=done.checkpoint, behind=behind)
+    made.read = replace(made.read, **checkpoint_of(done))
     return made
+
+
+def rendered(
+    held: Held, template: ChatTemplate, talk: list[Message], ends: bool, rule: Any
+) -> tuple[RenderedConversation, str | None]:
+    """Return a conversation as it is rendered, and what of it has not been read.
+
+    The latter where only what follows a checkpoint was rendered, and is what was read and more;
+    None: all was rendered.
+
+    Args:
+        ends: whether a reply follows; rule: by which its pictures are read.
+    """
+    done = template.go_on(talk, ends, held.checkpoint if rule is None else None)
+    if done.after is None:
+        return done, None
+    unread = held.unread_of(done.text)
+    return (template.go_on(talk, ends, None), None) if unread is None else (done, unread)
+
+
+def checkpoint_of(done: RenderedConversation | None) -> dict[str, Any]:
+    """Return what :class:`Read` says of the checkpoint; ``done``: None, what was read stands."""
+    if done is None or done.checkpoint is None:
+        return {"stands": done is None}
+    return {"goes_on": done.checkpoint, "behind": done.length - done.checkpoint.length}
 
 
 def _pictures_in(talk: Sequence[Message]) -> int:

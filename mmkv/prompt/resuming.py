@@ -203,7 +203,7 @@ class Reading:
         if isinstance(value, Messages):
             return "messages", value.start
         if isinstance(value, Macro):
-            return "macro", value.name
+            return "macro", value._func.__code__  # of one name there may be two
         if isinstance(value, Undefined):
             return ("undefined",)
         if value is self._tools:

@@ -358,6 +358,16 @@ class ChatTemplate:
         self._odd[:] = [True]
         return made
 
+    def closed(self, messages: list[Message], after: Checkpoint | None) -> str:
+        """Render messages without the opening of a reply, or what follows a checkpoint.
+
+        Raises:
+            Unknown: not from there; InputError: the template refuses them.
+        """
+        if after is None:
+            return self.render(messages, opening=False)
+        return self._follow(messages, False, after).text
+
     def _follow(
         self, messages: list[Message], opening: bool, after: Checkpoint | None
     ) -> RenderedConversation:
@@ -384,17 +394,26 @@ class ChatTemplate:
         known = None if after is None else after.boundaries
         tools = self._tools if self.reads_tools else []
         reading = Reading(items, begin + len(shaped), places.keys(), known, tools)
+        marks = sandbox.Marks(dict.fromkeys(map(id, shaped), -1))
         try:
-            text = self._rendered(shaped, tools, opening, reading=reading)
+            text = self._rendered(shaped, tools, opening, marks, reading)
             found = reading.boundaries()
         except STOPS:
             raise
         except BaseException as error:
             raise Unknown from error
-        made = RenderedConversation(text[reading.cut :], [], None, after)
+        cut = reading.cut or 0
+        end = marks.end if opening else len(text)
+        begins = self._begins(fitted, shaped, marks, len(messages), done)
+        made = RenderedConversation(
+            text[cut:],
+            [one - cut if one >= cut else -1 for one in begins],
+            None if end is None else end - cut,
+            after,
+        )
         if found is None:
             return made
-        stands = replace(made, text=text[reading.cut : found.written]).length
+        stands = replace(made, text=text[cut : found.written]).length
         first = [] if after is None else after.messages
         before = [*first, *map(dict, messages[done : places[found.at]])]
         kept = {at: items[at] for at in (0, 1, found.at - 1) if at < found.at}
@@ -447,11 +466,23 @@ class ChatTemplate:
                 return self.layout([_with_calls_alone(one) for one in messages], opening)
             raise _failed(error) from error
         end = marks.end if opening else len(text)
-        begins = [-1] * len(messages)
+        begins = self._begins(fitted, shaped, marks, len(messages), 0)
+        return RenderedConversation(text, begins, end)
+
+    @staticmethod
+    def _begins(
+        fitted: Sequence[Fitted],
+        shaped: Sequence[Message],
+        marks: sandbox.Marks,
+        count: int,
+        done: int,
+    ) -> list[int]:
+        """Return where each of ``count`` messages begins; ``done``: those before ``fitted``."""
+        begins = [-1] * count
         for one, message in zip(fitted, shaped, strict=True):
             if one.source is not None:
-                begins[one.source] = marks.begins[id(message)]
-        return RenderedConversation(text, begins, end)
+                begins[done + one.source] = marks.begins[id(message)]
+        return begins
 
     def _rendered(
         self,

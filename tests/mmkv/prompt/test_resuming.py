@@ -137,6 +137,8 @@ OTHERS = {
     "backwards": "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
     "all but the last": "{% for m in messages[:-1] %}{{ m.content }}{% endfor %}|"
     "{{ messages[-1].role }}",
+    "another macro": "{% if messages | length > 4 %}{% macro f() %}A{% endmacro %}{% else %}"
+    "{% macro f() %}B{% endmacro %}{% endif %}" + f"{LOOP}{{{{ f() }}}}{BODY}",
     "with": "{% with c = namespace(n=0) %}{% for m in messages %}{% set c.n = c.n + 1 %}{{ c.n }}"
     "{{ m.content }}{% endfor %}{% endwith %}",
     "in a macro": "{% macro all() %}" + TURNS + "{% endmacro %}{{ all() }}{{ all() }}",
@@ -278,13 +280,13 @@ def compared(source: str, seed: int, turns: int, clock: list[int]) -> tuple[int,
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_family_goes_on_from_the_turn_before(name: str, clock: list[int]) -> None:
-    found = [compared(FOLLOWED[name], seed, 8, clock) for seed in range(4)]
+    found = [compared(FOLLOWED[name], seed, 8, clock) for seed in range(3)]
     assert sum(one for _, one in found) > 0.5 * sum(count for count, _ in found)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_no_template_shows_another_text(name: str, clock: list[int]) -> None:
-    for seed in range(3):
+    for seed in range(2):
         compared(OTHERS[name], seed, 8, clock)
 
 
