@@ -73,7 +73,8 @@ class Memory:
     @property
     def faded(self) -> tuple[int, ...]:
         """Return which pictures, the first being 0, have lost most of their entries."""
-        return tuple(i for i, share in enumerate(self.pictures) if share < 0.5)
+        shares = np.fromiter(self.pictures, float, len(self.pictures))  # there may be thousands
+        return tuple(np.flatnonzero(shares < 0.5).tolist())
 
 
 # [start, stop) of a picture's tokens.

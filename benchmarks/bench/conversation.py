@@ -90,10 +90,17 @@ def cameras(engine: Engine, minutes: tuple[int, ...]) -> dict[str, Session]:
 
 
 def again(kept: Session, do: Callable[[Session, int], float]) -> float:
-    """Do something in a copy, once untimed: what the first one finds anew stays for the others."""
+    """Do something in a copy, after the same untimed, so that it has messages of its own by then.
+
+    An agent's reply that was cut off before its call was whole is made once more.
+    """
     with kept.fork() as copy:
-        do(copy, 10**6)
-        return do(copy, 10**6 + 1)
+        copy.held.checkpoint = None
+        for number in range(10**6, 10**6 + 9):
+            do(copy, number)
+            if do is not turn or (copy.last and copy.last.tool_calls):
+                break
+        return do(copy, 2 * 10**6)
 
 
 def measured(kept: dict[str, Session], rounds: int, **steps: Any) -> dict[str, Any]:

@@ -244,18 +244,18 @@ class Held:
         self.unread = ((), ())
         if self.pieces is None:
             return
-        pieces = list(self.pieces)
+        pieces = self.pieces
         if pieces and pieces[-1].text is None:
-            del pieces[-1]
+            pieces = pieces[:-1]
         if pieces and read.unfed and pieces[-1].ids is not None:
             reply, count = pieces[-1], len(read.unfed)
             moved = reply.end.after(count, count)
-            pieces[-1] = replace(reply, ids=(*pieces[-1].ids, *read.unfed), end=moved)
+            whole = replace(reply, ids=(*pieces[-1].ids, *read.unfed), end=moved)
+            pieces = (*pieces[:-1], whole)
         if (pieces[-1].end.seen if pieces else 0) + len(read.ids) != end.seen:
             self.pieces = self.checkpoint = None  # tokens came in that nobody noted as text
             return
-        pieces += read.pieces(end)
-        self.pieces = tuple(pieces)
+        self.pieces = pieces + tuple(read.pieces(end))
         if read.goes_on is not None:
             place = self._place(read.behind)
             self.checkpoint = None if place is None else read.goes_on
@@ -304,6 +304,9 @@ class Held:
             loose: characters at the end that a later one may change, see :class:`Read`.
         """
         if self.pieces is None:
+            return
+        if not self.has_media:
+            self._media_from = len(self.pieces)
             return
         pieces, behind, size, kept = self.pieces[self._media_from :], 0, 0, list[Piece]()
         for piece in reversed(pieces):
