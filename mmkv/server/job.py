@@ -521,7 +521,8 @@ class ChatJob(EngineJob):
                 held.differs = why or held.differs
             unless_kept.pop_all()
         self._checkpoint = {} if why is not None else checkpoint_of(done)
-        return session, Outline(whole, [Segment(text, count, len(messages), same)])
+        segments = [Segment(text, count, len(messages), same)]
+        return session, Outline(whole, segments, done is not None and done.after is None)
 
     def _behind_open(self, messages: list[Message], count: int, held: Held) -> str | None:
         """Return the text of what is observed behind a long open message; None: all is rendered."""

@@ -69,15 +69,19 @@ class Outline:
     """A conversation's text, and what of it is to be read.
 
     Attributes:
-        text: all of it, up to the opening of the reply.
+        text: all of it, up to the opening of the reply, or the end of that.
         segments: its end, cut; whoever reads one takes it out.
+        whole: whether ``text`` is all of it.
     """
 
     text: str
     segments: list[Segment]
+    whole: bool = True
 
-    def rendered(self) -> Rendered:
-        """Return the text that has been read, but for the reply."""
+    def rendered(self) -> Rendered | None:
+        """Return the text that has been read, but for the reply; None: it is not all here."""
+        if not self.whole:
+            return None
         left = sum(len(one.text) for one in self.segments)
         return Rendered.of(self.text[: len(self.text) - left])
 
@@ -148,7 +152,8 @@ def outline_unread(
         Unknown: ends of messages cannot be told from the checkpoint on.
     """
     done, ends = len(layout.text) - len(rest), _ends(template, messages, held, layout)
-    return Outline(layout.text, _cut(messages, layout.text, held, done, ends))
+    segments = _cut(messages, layout.text, held, done, ends)
+    return Outline(layout.text, segments, layout.after is None)
 
 
 def _cut(
