@@ -288,10 +288,10 @@ class Rounds(Iterator[Message]):
                 return (
                     reading.item(self.at - 1) if index else undefined("there is no previous item")
                 )
-            case "last" | "nextitem":
-                reading.reads(math.inf if last else self.at + 2)
-                if attribute == "last":
-                    return last
+            # What the last round is told is no other rendering's: it never goes on behind it.
+            case "last":
+                return last
+            case "nextitem":
                 return undefined("there is no next item") if last else reading.item(self.at + 1)
             case "depth" | "depth0":
                 return 1 if attribute == "depth" else 0
@@ -303,14 +303,14 @@ def loops_of(tree: nodes.Template) -> list[nodes.For]:
 
     They stand at its top level, or in a choice there: what they can see and change is known.
     """
-    named = [node.name for node in tree.find_all(nodes.Name)]
+    named = sum(node.name == "loop" for node in tree.find_all(nodes.Name))
     of_loops = sum(
         isinstance(node.node, nodes.Name) and node.node.name == "loop"
         for node in tree.find_all(nodes.Getattr)
     )
     drawn = any(node.name == "random" for node in tree.find_all(nodes.Filter))
     odd = any(tree.find(kind) for kind in _ODD)
-    if odd or drawn or {"cycler", "joiner"} & {*named} or named.count("loop") > of_loops:
+    if odd or drawn or named > of_loops:
         return []
     return [*_at_top(tree.body)]
 

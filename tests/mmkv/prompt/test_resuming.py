@@ -158,7 +158,8 @@ OTHERS = {
     "joiner": "{% set j = joiner('|') %}" + f"{LOOP}{{{{ j() }}}}{BODY}",
     "changed": f"{LOOP}{{{{ 'new' if loop.changed(m.role) }}}}{BODY}",
     "another name": f"{LOOP}{{% set l = loop %}}{{{{ l.index }}}}{BODY}",
-    "by its name": f"{LOOP}{{{{ loop['index'] }}}}{{{{ loop | attr('length') }}}}{BODY}",
+    "by its name": f"{LOOP}{{{{ loop['index'] }}}}{BODY}",
+    "by a filter": f"{LOOP}{{{{ loop | attr('length') }}}}{BODY}",
     "the loop itself": f"{LOOP}{{{{ loop }}}}{BODY}",
     "opened within": f"{LOOP}{{{{ 'open' if add_generation_prompt }}}}{BODY}",
     "opened by a macro": "{% macro o() %}{{ add_generation_prompt }}{% endmacro %}"
@@ -188,7 +189,8 @@ def grown(rng: random.Random, talk: list[dict[str, Any]], pictures: bool) -> lis
     """Return a conversation with what a turn adds to it: a reply first, or more of the question."""
     talk = [*talk]
     if not talk:
-        talk += [{"role": "system", "content": parts(rng, False)}] if rng.random() < 0.5 else []
+        first = rng.choice(["system", "", "system", "", "assistant"])
+        talk += [{"role": first, "content": parts(rng, False)}] if first else []
         return [*talk, {"role": "user", "content": parts(rng, pictures)}]
     last = talk[-1]
     if last["role"] == "user" and rng.random() < 0.3:  # observed
@@ -204,12 +206,13 @@ def grown(rng: random.Random, talk: list[dict[str, Any]], pictures: bool) -> lis
                 "role": "tool",
                 "tool_call_id": one["id"],
                 "name": "press",
-                "content": parts(rng, False),
+                "content": parts(rng, pictures),
             }
             for one in calls
         ]
-        return [*talk, said, *results]
-    more = [{"role": "system", "content": parts(rng, False)}] if rng.random() < 0.05 else []
+        asked = [{"role": "user", "content": parts(rng, pictures)}] if rng.random() < 0.2 else []
+        return [*talk, said, *results, *asked]
+    more = [{"role": "system", "content": parts(rng, False)}] if rng.random() < 0.15 else []
     return [*talk, said, *more, {"role": "user", "content": parts(rng, pictures)}]
 
 
@@ -288,6 +291,61 @@ def test_a_family_goes_on_from_the_turn_before(name: str, clock: list[int]) -> N
 def test_no_template_shows_another_text(name: str, clock: list[int]) -> None:
     for seed in range(2):
         compared(OTHERS[name], seed, 8, clock)
+
+
+def says(role: str, words: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": words}], **more}
+
+
+ASKED, SAID = says("user", "what?"), says("assistant", "this")
+IN_TURN = (
+    "{% for m in messages %}{% if m.role == 'system' or loop.previtem.role == m.role %}"
+    "{{ raise_exception('no') }}{% endif %}" + BODY
+).replace("or loop", "or not loop.first and loop")
+RESULTS = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{% for p in m.content %}"
+    "{{ p.text or '<|image_pad|>' if m.role != 'tool' else p.text }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %};{% endfor %}"
+)
+SHOT = {**says("tool", "seen", tool_call_id="one", name="press")}
+SHOT["content"] = [*SHOT["content"], {"type": "image"}]
+
+
+@pytest.mark.parametrize(
+    "source, before, more",
+    [
+        # Tools in words go into the system's message, which comes late.
+        (CHATML, [ASKED, SAID, ASKED], [SAID, says("system", "be"), ASKED]),
+        # And into the first question, which is not the first message.
+        (IN_TURN, [SAID, ASKED], [SAID, ASKED]),
+        # A picture among results moves behind the last of them.
+        (
+            RESULTS,
+            [
+                ASKED,
+                {**SAID, "tool_calls": [call("press", "one"), call("press", "two")]},
+                SHOT,
+                says("tool", "none", tool_call_id="two", name="press"),
+            ],
+            [SAID, ASKED],
+        ),
+    ],
+)
+def test_what_is_put_elsewhere_is_not_lost(
+    source: str, before: list[dict[str, Any]], more: list[dict[str, Any]]
+) -> None:
+    tokenizer = tool_tokenizer(HERMES)
+    template = ChatTemplate(tokenizer, source, source is RESULTS).with_tools(TOOLS)
+    checkpoint = template.go_on(before, True, None).checkpoint
+    whole = template.render([*before, *more], True)
+    found = template.go_on([*before, *more], True, checkpoint)
+    assert whole.endswith(found.text) and len(whole.replace(CUT, "")) == found.length
+
+
+def test_chance_is_not_gone_on_from() -> None:
+    source = "{% for m in messages %}{{ 'ab' | random }}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(tool_tokenizer(HERMES), source, False)
+    assert template.go_on([ASKED, SAID, ASKED], True, None).checkpoint is None
 
 
 @pytest.mark.long("more conversations, of 40 turns")
