@@ -22,7 +22,7 @@ from mmkv.prompt.special import CUT
 
 if TYPE_CHECKING:
     from mmkv.prompt.processing import Processor
-    from mmkv.prompt.template import Checkpoint
+    from mmkv.prompt.template import ResumePoint
 
 # What a session does where earlier messages are shown in another way than they were read.
 Rewrites = Literal["reread", "keep"]
@@ -131,7 +131,7 @@ class Held:
     differs: str | None = None
     unread: _Media = ((), ())
     thoughts: int = 0
-    checkpoint: Checkpoint | None = None
+    checkpoint: ResumePoint | None = None
     _at: tuple[int, int] = (0, 0)  # the checkpoint's piece, and characters of it before it
     _media_from: int = 0  # pieces before that have no pictures and videos any more
 
@@ -380,7 +380,7 @@ class Read:
     tail: tuple[int, ...] | None = None
     tail_text: str = field(default="", repr=False)
     loose: int = sys.maxsize
-    goes_on: Checkpoint | None = None
+    goes_on: ResumePoint | None = None
     behind: int = 0
     stands: bool = False
 

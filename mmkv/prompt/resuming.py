@@ -9,7 +9,7 @@ messages from number f on, given more behind them, is known without the earlier 
 - what a round leaves for later ones, which Jinja has in namespaces alone, is as it was before f.
 
 Both are looked at while the template runs, by stand-ins for the list (:class:`Messages`), for its
-loops (:class:`Rounds`), and by filters that :mod:`mmkv.prompt.sandbox` puts into the template.
+loops (:class:`MessageRounds`), and by filters that :mod:`mmkv.prompt.sandbox` puts into the template.
 Whatever else is done with the list, or reads a message that is left out, raises :class:`Unknown`:
 all messages are rendered then. So a template that looks back or ahead, that counts, or that shows
 the last question in another way is slower, and never another text.
@@ -42,7 +42,7 @@ class Start:
 
     Attributes:
         first: number of the first message that it comes to.
-        text: that the template had written. state: its variables, see :meth:`Reading._state`.
+        text: that the template had written. state: its variables, see :meth:`TemplateReading._state`.
     """
 
     first: int
@@ -79,7 +79,7 @@ class _Loop:
     boundaries: dict[int, Boundary] = field(default_factory=dict)
 
 
-class Reading:
+class TemplateReading:
     """One rendering of a template, by what it reads of its messages.
 
     Args:
@@ -107,7 +107,7 @@ class Reading:
         self.spaces: list[Any] = []  # the template's namespaces, in the order of their making
         self.cut: int | None = None
         self._loops: dict[int, _Loop] = {}
-        self._active: Rounds | None = None
+        self._active: MessageRounds | None = None
         self._reach = 0.0  # how many messages the rounds so far have to do with
         self._broken = False
 
@@ -147,7 +147,7 @@ class Reading:
                 _held(space).update(held)
             self.cut = len(text)
         self._reach = 0.0
-        self._active = Rounds(self, loop, first)
+        self._active = MessageRounds(self, loop, first)
         return self._active
 
     def end(self) -> None:
@@ -225,7 +225,7 @@ class Messages(Sequence[Message]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, reading: Reading, start: int) -> None:
+    def __init__(self, reading: TemplateReading, start: int) -> None:
         self._reading, self.start = reading, start
 
     def __len__(self) -> int:
@@ -258,10 +258,10 @@ class Messages(Sequence[Message]):
         return repr([*self])
 
 
-class Rounds(Iterator[Message]):
+class MessageRounds(Iterator[Message]):
     """A loop over the messages from number ``first`` on."""
 
-    def __init__(self, reading: Reading, loop: _Loop, first: int) -> None:
+    def __init__(self, reading: TemplateReading, loop: _Loop, first: int) -> None:
         self._reading, self.loop, self.at = reading, loop, first - 1
 
     def __next__(self) -> Message:
@@ -324,10 +324,10 @@ def _at_top(body: Sequence[nodes.Node]) -> Iterator[nodes.For]:
             yield from () if node.test or node.recursive or node.else_ else (node,)
 
 
-def rounds_of(value: Any) -> Rounds | None:
+def rounds_of(value: Any) -> MessageRounds | None:
     """Return what a template's ``loop`` goes through, if it is over the messages."""
     found = value._iterable if type(value) is LoopContext else None
-    return found if isinstance(found, Rounds) else None
+    return found if isinstance(found, MessageRounds) else None
 
 
 def _held(space: Any) -> dict[str, Any]:

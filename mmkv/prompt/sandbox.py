@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from mmkv.engine.errors import InputError
 from mmkv.prompt.messages import Unknown
-from mmkv.prompt.resuming import READERS, Messages, Reading, loops_of, rounds_of
+from mmkv.prompt.resuming import READERS, Messages, TemplateReading, loops_of, rounds_of
 
 # The filters that are put in. EACH reads the clock at each item of a loop, JOIN computes the
 # length of ``~`` ahead, KEEP bounds a list. AT and END print nothing: they note where the text
@@ -130,7 +130,7 @@ def render(
     given: int,
     values: Mapping[str, Any],
     marks: Marks | None = None,
-    reading: Reading | None = None,
+    reading: TemplateReading | None = None,
 ) -> str:
     """Render the template ``source`` with ``values``.
 
@@ -192,11 +192,11 @@ class _Meter(threading.local):
     largest = made = given = 0
     depth = written = 0  # texts that are being put together, one in another; of the outer one
     marks: Marks | None = None
-    reading: Reading | None = None
+    reading: TemplateReading | None = None
     kept: Sequence[str] = ()  # the outer text
 
     def started(
-        self, given: int, marks: Marks | None = None, reading: Reading | None = None
+        self, given: int, marks: Marks | None = None, reading: TemplateReading | None = None
     ) -> _Meter:
         self.largest, self.made = _OUTPUT + 8 * given, _MADE + 1024 * given
         self.given = given

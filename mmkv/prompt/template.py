@@ -36,7 +36,7 @@ from mmkv.prompt.special import CUT, Cutter, new_marker
 
 if TYPE_CHECKING:
     from mmkv.prompt import sandbox
-    from mmkv.prompt.resuming import Boundaries, Reading
+    from mmkv.prompt.resuming import Boundaries, TemplateReading
 
 NO_TEMPLATE = "this model's tokenizer has no chat template: the text is continued as it stands"
 REWRITES = (
@@ -76,8 +76,8 @@ class RenderedConversation:
     text: str
     begins: list[int]
     end: int | None
-    after: Checkpoint | None = None
-    checkpoint: Checkpoint | None = None
+    after: ResumePoint | None = None
+    checkpoint: ResumePoint | None = None
 
     @property
     def length(self) -> int:
@@ -86,7 +86,7 @@ class RenderedConversation:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ResumePoint:
     """A place between messages from which the rendering of a longer conversation can go on.
 
     Attributes:
@@ -332,7 +332,7 @@ class ChatTemplate:
         return self.layout(messages, opening).text
 
     def go_on(
-        self, messages: list[Message], ends: bool, after: Checkpoint | None
+        self, messages: list[Message], ends: bool, after: ResumePoint | None
     ) -> RenderedConversation:
         """Render what follows a checkpoint, where what stands before it is what it was; else all.
 
@@ -358,7 +358,7 @@ class ChatTemplate:
         self._odd[:] = [True]
         return made
 
-    def closed(self, messages: list[Message], after: Checkpoint | None) -> str:
+    def closed(self, messages: list[Message], after: ResumePoint | None) -> str:
         """Render messages without the opening of a reply, or what follows a checkpoint.
 
         Raises:
@@ -369,7 +369,7 @@ class ChatTemplate:
         return self._follow(messages, False, after).text
 
     def _follow(
-        self, messages: list[Message], opening: bool, after: Checkpoint | None
+        self, messages: list[Message], opening: bool, after: ResumePoint | None
     ) -> RenderedConversation:
         """Render what follows a checkpoint (all without one), and look for the next.
 
@@ -377,7 +377,7 @@ class ChatTemplate:
             Unknown: not from there; InputError: a message cannot be shown.
         """
         from mmkv.prompt import sandbox
-        from mmkv.prompt.resuming import Reading
+        from mmkv.prompt.resuming import TemplateReading
 
         if self.source is None:
             raise Unknown
@@ -393,7 +393,7 @@ class ChatTemplate:
         places = self._places(messages, fitted, begin, done)
         known = None if after is None else after.boundaries
         tools = self._tools if self.reads_tools else []
-        reading = Reading(items, begin + len(shaped), places.keys(), known, tools)
+        reading = TemplateReading(items, begin + len(shaped), places.keys(), known, tools)
         marks = sandbox.Marks(dict.fromkeys(map(id, shaped), -1))
         try:
             text = self._rendered(shaped, tools, opening, marks, reading)
@@ -417,7 +417,7 @@ class ChatTemplate:
         first = [] if after is None else after.messages
         before = [*first, *map(dict, messages[done : places[found.at]])]
         kept = {at: items[at] for at in (0, 1, found.at - 1) if at < found.at}
-        return replace(made, checkpoint=Checkpoint(before, stands, key, kept, found))
+        return replace(made, checkpoint=ResumePoint(before, stands, key, kept, found))
 
     def _places(
         self, messages: list[Message], fitted: Sequence[Fitted], begin: int, done: int
@@ -490,7 +490,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]],
         opening: bool,
         marks: sandbox.Marks | None = None,
-        reading: Reading | None = None,
+        reading: TemplateReading | None = None,
     ) -> str:
         from mmkv.prompt import sandbox
 
