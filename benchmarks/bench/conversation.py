@@ -151,7 +151,7 @@ def main() -> None:
     ]
     table("Late in a conversation", columns, rows)
     result = {"now": found, "before": {key: before[key] for key in before if key != "tables"}}
-    args.before = str(args.before)
+    args.before = args.before and args.before.name
     print(save(args, "conversation-cpu", result, {"conversation-cpu": [columns, *rows]}))
 
 

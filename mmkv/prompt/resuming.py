@@ -9,7 +9,7 @@ messages from number f on, given more behind them, is known without the earlier 
 - what a round leaves for later ones, which Jinja has in namespaces alone, is as it was before f.
 
 Both are looked at while the template runs, by stand-ins for the list (:class:`Messages`), for its
-loops (:class:`MessageRounds`), and by filters that :mod:`mmkv.prompt.sandbox` puts into the template.
+loops (:class:`MessageRounds`), and by filters that :mod:`mmkv.prompt.sandbox` puts in.
 Whatever else is done with the list, or reads a message that is left out, raises :class:`Unknown`:
 all messages are rendered then. So a template that looks back or ahead, that counts, or that shows
 the last question in another way is slower, and never another text.
@@ -42,7 +42,7 @@ class Start:
 
     Attributes:
         first: number of the first message that it comes to.
-        text: that the template had written. state: its variables, see :meth:`TemplateReading._state`.
+        text: that the template had written. state: its variables (:meth:`TemplateReading._state`).
     """
 
     first: int
