@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,7 +76,8 @@ class Memory:
     @property
     def faded(self) -> tuple[int, ...]:
         """Return which pictures, the first being 0, have lost most of their entries."""
-        return tuple(i for i, share in enumerate(self.pictures) if share < 0.5)
+        shares = np.fromiter(self.pictures, float, len(self.pictures))  # there may be thousands
+        return tuple(np.flatnonzero(shares < 0.5).tolist())
 
 
 # [start, stop) of a picture's tokens.
@@ -120,13 +123,13 @@ def _held(spans: Sequence[Span], position: Tensor, rows: int) -> tuple[float, ..
     """Return the share of each span's entries that are among ``position [N]``."""
     if not spans:
         return ()
-    edges = torch.tensor(spans, device=position.device)
-    at = torch.searchsorted(edges[:, 0].contiguous(), position.long(), right=True) - 1
-    inside = (at >= 0) & (position < edges[at.clamp(min=0), 1])
-    counts = at[inside].bincount(minlength=len(spans)).tolist()
-    return tuple(
-        n / ((stop - start) * rows) for n, (start, stop) in zip(counts, spans, strict=True)
-    )
+    # Of thousands of spans in less time than by torch.tensor.
+    edges = np.fromiter(chain.from_iterable(spans), np.int64, 2 * len(spans)).reshape(-1, 2)
+    start, stop = torch.from_numpy(edges).to(position.device).t().contiguous()
+    at = torch.searchsorted(start, position.long(), right=True) - 1
+    inside = (at >= 0) & (position < stop[at.clamp(min=0)])
+    counts = at[inside].bincount(minlength=len(spans))
+    return tuple((counts.double() / ((stop - start) * rows)).tolist())
 
 
 def memory_of(

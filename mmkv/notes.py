@@ -85,10 +85,10 @@ def conversation_notes(told: Sequence[str], differs: str | None, memory: Memory)
 
 def _memory_notes(memory: Memory) -> Iterator[Note]:
     """Yield the notes on what a conversation has forgotten."""
-    if memory.faded:
-        some = ", ".join(f"{i + 1} ({memory.pictures[i]:.0%} kept)" for i in memory.faded[:4])
-        more = f" and {len(memory.faded) - 4} others" if len(memory.faded) > 4 else ""
-        which = f"pictures {some}{more} are" if len(memory.faded) > 1 else f"picture {some} is"
+    if faded := memory.faded:
+        some = ", ".join(f"{i + 1} ({memory.pictures[i]:.0%} kept)" for i in faded[:4])
+        more = f" and {len(faded) - 4} others" if len(faded) > 4 else ""
+        which = f"pictures {some}{more} are" if len(faded) > 1 else f"picture {some} is"
         what = "mostly forgotten: answers may be wrong, and a larger budget keeps more"
         yield Note(f"{which} {what}", "faded")
     if memory.compactions:

@@ -589,7 +589,7 @@ class Session(CachedSequence):
     def note_read(self, read: Read, differs: str | None = None) -> None:
         """Note the text of a prompt that is in the cache."""
         self.held.add_prompt(read, self.place)
-        self.held.let_go(read.stays)
+        self.held.let_go(read.loose)
         self.held.differs = differs or self.held.differs
 
     def note_reply(self, writer: ReplyWriter, text: str) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mmkv.prompt.media import Note
     from mmkv.prompt.messages import Message
     from mmkv.prompt.processing import Processor
-    from mmkv.prompt.template import ChatTemplate
+    from mmkv.prompt.template import ChatTemplate, RenderedConversation
     from mmkv.prompt.video import Clip
     from mmkv.session import Session
 
@@ -399,7 +399,7 @@ def _composed(
     """Do as :func:`compose_messages`; ``others``: whether the tools have changed."""
     processor, held = session.engine.processor, session.held
     talk = joined(session.history, messages)
-    total = _pictures_in(talk)
+    total = _pictures_in(talk) if processor.counts_pictures else 0
     rule = processor.rule(total)
 
     def appended(why: str) -> TurnReading:
@@ -410,27 +410,57 @@ def _composed(
     # Tokens may have come in that nobody noted as text: going back would lose them.
     if template.source is None or held.pieces is None or held.seen != session.seen:
         return appended("what it has read is not known as a template's text")
-    text, whole, why = None, "", None
+    text, why, done = None, None, None
     if not ends and rule is None and is_open(session.history):
         text = text_behind(held, template, session.history[-1], messages[0])
+    if text is None:
+        done, text = rendered(held, template, talk, ends, rule)
     if text is not None:
         plan = held.appending(text)
     else:
-        whole = template.render(talk, opening=True) if ends else template.render_open(talk)
-        plan = held.plan(whole, rule)
-    if not plan.appends:
-        plan, why = agreed(session, plan, whole, rule)
+        assert done is not None
+        plan = held.plan(done.text, rule)
+        if not plan.appends:
+            plan, why = agreed(session, plan, done.text, rule)
     if why is not None or plan.media is None:
         made = appended(why or "its pictures are not at hand any more")
         made.differs = why
         return made
 
-    def stays() -> int:
-        return (
-            _stays(processor, template, talk, whole, total, ends) if text is None else sys.maxsize
-        )
+    def loose() -> int:
+        if processor.rule(total + 1) != rule:
+            return sys.maxsize
+        # What stays open was rendered with more behind it.
+        return _loose(template, talk, done) if ends and done is not None else 0
 
-    return _planned(session, plan, load(), total, rule, stays)
+    made = _planned(session, plan, load(), total, rule, loose)
+    made.read = replace(made.read, **checkpoint_of(done))
+    return made
+
+
+def rendered(
+    held: Held, template: ChatTemplate, talk: list[Message], ends: bool, rule: Any
+) -> tuple[RenderedConversation, str | None]:
+    """Return a conversation as it is rendered, and what of it has not been read.
+
+    The latter where only what follows a checkpoint was rendered, and is what was read and more;
+    None: all was rendered.
+
+    Args:
+        ends: whether a reply follows; rule: by which its pictures are read.
+    """
+    done = template.go_on(talk, ends, held.checkpoint if rule is None else None)
+    if done.after is None:
+        return done, None
+    unread = held.unread_of(done.text)
+    return (template.go_on(talk, ends, None), None) if unread is None else (done, unread)
+
+
+def checkpoint_of(done: RenderedConversation | None) -> dict[str, Any]:
+    """Return what :class:`Read` says of the checkpoint; ``done``: None, what was read stands."""
+    if done is None or done.checkpoint is None:
+        return {"stands": done is None}
+    return {"goes_on": done.checkpoint, "behind": done.length - done.checkpoint.length}
 
 
 def _pictures_in(talk: Sequence[Message]) -> int:
@@ -444,14 +474,14 @@ def _planned(
     new: tuple[Sequence[Any], Sequence[Any]],
     total: int,
     rule: Any,
-    stays: Callable[[], int],
+    loose: Callable[[], int],
 ) -> TurnReading:
     """Return what a session reads by a plan.
 
     Args:
         new: pictures and videos behind those of the plan; total: pictures of the conversation;
             rule: by which they are read.
-        stays: counts the characters of the text that another turn is likely to leave as they are.
+        loose: counts the characters at the text's end that another turn is likely to change.
     """
     processor, held = session.engine.processor, session.held
     pictures, clips = ([*old, *more] for old, more in zip(plan.media or ((), ()), new, strict=True))
@@ -461,7 +491,7 @@ def _planned(
     read = read_of(processor, plan.text, ids, pictures, clips, rule=rule, unfed=unfed)
     if pictures or clips or held.has_media:
         # Where a session goes back to its beginning, all pictures are read again.
-        read = replace(read, stays=stays() if session.can_cut_back else 0)
+        read = replace(read, loose=loose() if session.can_cut_back else sys.maxsize)
     if plan.appends:
         return TurnReading(session.with_unfed(inputs), read)
     again = kept_tokens(session, plan, ids)
@@ -591,23 +621,19 @@ def _cannot_change(why: str) -> InputError:
     )
 
 
-def _stays(
-    processor: Processor,
-    template: ChatTemplate,
-    talk: Sequence[Message],
-    whole: str,
-    total: int,
-    ends: bool,
-) -> int:
-    """Return how many characters of a rendered text another turn is likely to leave as they are."""
-    if processor.rule(total + 1) != processor.rule(total):
-        return 0
-    if not ends:  # it was rendered with more behind it
-        return len(whole.replace(CUT, ""))
+def _loose(template: ChatTemplate, talk: list[Message], done: RenderedConversation) -> int:
+    """Return how many characters at the end of a rendered text another turn is likely to change.
+
+    Args:
+        talk: the conversation; done: its text.
+    """
     mark = {"content": new_marker()}
     later = [*talk, {"role": "assistant", **mark}, {"role": "user", **mark}]
     try:
-        text = template.render(later, opening=True)
+        text = template.go_on(later, True, done.after)
+        if text.after is not done.after:
+            return sys.maxsize
     except InputError:
-        return len(whole)
-    return common_length(whole.replace(CUT, ""), text.replace(CUT, ""))
+        return 0
+    now = done.text.replace(CUT, "")
+    return len(now) - common_length(now, text.text.replace(CUT, ""))

@@ -10,6 +10,7 @@ session can go back and read on from there.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -21,6 +22,7 @@ from mmkv.prompt.special import CUT
 
 if TYPE_CHECKING:
     from mmkv.prompt.processing import Processor
+    from mmkv.prompt.template import ResumePoint
 
 # What a session does where earlier messages are shown in another way than they were read.
 Rewrites = Literal["reread", "keep"]
@@ -122,12 +124,16 @@ class Held:
         thoughts: how many replies have lost their thoughts, on purpose.
         unread: pictures and videos of text that was let go to be read again, and was not since the
             turn was not completed; None: they are not at hand.
+        checkpoint: from where its conversation's rendering may be gone on from; None: from nowhere.
     """
 
     pieces: tuple[Piece, ...] | None = ()
     differs: str | None = None
     unread: _Media = ((), ())
     thoughts: int = 0
+    checkpoint: ResumePoint | None = None
+    _at: tuple[int, int] = (0, 0)  # the checkpoint's piece, and characters of it before it
+    _media_from: int = 0  # pieces before that have no pictures and videos any more
 
     @property
     def forgotten(self) -> str | None:
@@ -177,6 +183,38 @@ class Held:
         text, before = _from(whole, begins[kept]), self._end(first).evicted
         return Plan(kept, self._end(kept), text, tuple(ids), media, False, before)
 
+    def unread_of(self, text: str) -> str | None:
+        """Return what has not been read of a text that follows the checkpoint, with cuts.
+
+        None: what was read from there on is another text.
+        """
+        pieces, (first, inside), at, plain = self.pieces or (), self._at, 0, text.replace(CUT, "")
+        if inside:
+            rest = (pieces[first].text or "")[inside:]
+            if not plain.startswith(rest):
+                return None
+            first, at = first + 1, len(rest)
+        for piece in pieces[first:]:
+            length = piece.length_in(plain, at)
+            if length is None:
+                return None
+            at += length
+        return _from(text, at)
+
+    def _place(self, behind: int) -> tuple[int, int] | None:
+        """Return which piece begins ``behind`` characters before the end, or what of it does not.
+
+        None: that is not known.
+        """
+        pieces = self.pieces or ()
+        at = len(pieces)
+        while behind > 0 and at:
+            at -= 1
+            if pieces[at].text is None or pieces[at].others:
+                return None
+            behind -= len(pieces[at].text or "")
+        return None if behind > 0 else (at, -behind)
+
     def appending(self, text: str) -> Plan:
         """Return the plan of a session that reads ``text`` behind all that it holds."""
         count = len(self.pieces or ())
@@ -196,7 +234,8 @@ class Held:
             end, left = piece.end if whole else end.after(count, prompt), left - count
         if tokens:
             pieces += (Piece(None, plan.ids[:tokens], end),)
-        self.pieces, self.unread = pieces, plan.media
+        self.pieces, self.unread, self.checkpoint = pieces, plan.media, None
+        self._media_from = min(self._media_from, len(pieces))
         self.thoughts = sum(piece.forgot for piece in pieces)
         return end
 
@@ -205,30 +244,24 @@ class Held:
         self.unread = ((), ())
         if self.pieces is None:
             return
-        pieces = [piece for piece in self.pieces if piece.text is not None]
+        pieces = self.pieces
+        if pieces and pieces[-1].text is None:
+            pieces = pieces[:-1]
         if pieces and read.unfed and pieces[-1].ids is not None:
             reply, count = pieces[-1], len(read.unfed)
             moved = reply.end.after(count, count)
-            pieces[-1] = replace(reply, ids=(*pieces[-1].ids, *read.unfed), end=moved)
+            whole = replace(reply, ids=(*pieces[-1].ids, *read.unfed), end=moved)
+            pieces = (*pieces[:-1], whole)
         if (pieces[-1].end.seen if pieces else 0) + len(read.ids) != end.seen:
-            self.pieces = None  # tokens came in that nobody noted as text
+            self.pieces = self.checkpoint = None  # tokens came in that nobody noted as text
             return
-        plain = read.text.replace(CUT, "")
-        if not (read.pictures or read.clips):
-            self.pieces = (*pieces, Piece(plain, read.ids, end))
-            return
-        behind = len(read.tail or ())
-        text = plain[: len(plain) - len(read.tail_text)] if read.tail is not None else plain
-        # Where positions were drawn together behind it, its own is not used again.
-        position = max(end.position - behind, 0)
-        middle = Place(end.seen - behind, position, end.prompt - behind, end.evicted)
-        media = (tuple(read.pictures), tuple(read.clips))
-        known = tuple(sorted({*read.ids[: len(read.ids) - behind]}))
-        count = len(read.pictures)
-        pieces.append(Piece(text, None, middle, count, read.rule, media, known=known))
-        if read.tail is not None:
-            pieces.append(Piece(read.tail_text, read.tail, end))
-        self.pieces = tuple(pieces)
+        self.pieces = pieces + tuple(read.pieces(end))
+        if read.goes_on is not None:
+            place = self._place(read.behind)
+            self.checkpoint = None if place is None else read.goes_on
+            self._at = place or (0, 0)
+        elif not read.stands:
+            self.checkpoint = None
 
     def add_reply(
         self, text: str, ids: Sequence[int], end: Place, others: tuple[str, ...] | None = None
@@ -262,27 +295,31 @@ class Held:
         self.pieces = (*self.pieces[:-1], made)
         return last.text[at:]
 
-    def let_go(self, stays: int) -> None:
+    def let_go(self, loose: int) -> None:
         """Let go the pictures of text that no later rendering changes: it is not read again.
 
         Where the others take more than :data:`MOST_MEDIA` bytes, all go: a plan needs all or none.
 
         Args:
-            stays: how many characters that is, see :class:`Read`.
+            loose: characters at the end that a later one may change, see :class:`Read`.
         """
         if self.pieces is None:
             return
-        at, pieces, size = 0, [], 0
-        for piece in self.pieces:
-            at += len(piece.text or "")
-            if piece.media is not None and at > stays:
+        if not self.has_media:
+            self._media_from = len(self.pieces)
+            return
+        pieces, behind, size, kept = self.pieces[self._media_from :], 0, 0, list[Piece]()
+        for piece in reversed(pieces):
+            stays = behind >= loose
+            behind += len(piece.text or "")
+            if piece.media is not None and not stays:
                 size += sum(map(_size, (*piece.media[0], *piece.media[1])))
-            elif piece.media is not None:
-                piece = replace(piece, media=None)
-            pieces.append(piece)
+            kept.append(replace(piece, media=None) if piece.media is not None and stays else piece)
         if size > MOST_MEDIA:
-            pieces = [replace(piece, media=None) for piece in pieces]
-        self.pieces = tuple(pieces)
+            kept = [piece if piece.media is None else replace(piece, media=None) for piece in kept]
+        self.pieces = self.pieces[: self._media_from] + tuple(reversed(kept))
+        while self._media_from < len(self.pieces) and self.pieces[self._media_from].media is None:
+            self._media_from += 1
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON can hold it, without pictures."""
@@ -315,7 +352,7 @@ class Held:
     @property
     def has_media(self) -> bool:
         """Whether pictures or videos are held."""
-        return any(piece.media is not None for piece in self.pieces or ())
+        return any(piece.media is not None for piece in (self.pieces or ())[self._media_from :])
 
     def _end(self, count: int) -> Place:
         return (self.pieces or ())[count - 1].end if count else Place()
@@ -329,7 +366,9 @@ class Read:
         text: with cuts; ids: all of its tokens; pictures, clips: in it; rule: how they are read.
         unfed: tokens of the reply before it that come first.
         tail: tokens behind the last picture, whose text is ``tail_text``; None: not known.
-        stays: characters of the conversation that the next turn changes nothing in.
+        loose: characters at the end of the conversation that the next turn may change.
+        goes_on: a place ``behind`` characters before the end, for :attr:`Held.checkpoint`; None: no
+            other than before, which still ``stands`` or not.
     """
 
     text: str
@@ -340,7 +379,26 @@ class Read:
     unfed: tuple[int, ...] = ()
     tail: tuple[int, ...] | None = None
     tail_text: str = field(default="", repr=False)
-    stays: int = 0
+    loose: int = sys.maxsize
+    goes_on: ResumePoint | None = None
+    behind: int = 0
+    stands: bool = False
+
+    def pieces(self, end: Place) -> list[Piece]:
+        """Return it as what a session holds up to ``end``."""
+        plain = self.text.replace(CUT, "")
+        if not (self.pictures or self.clips):
+            return [Piece(plain, self.ids, end)]
+        behind = len(self.tail or ())
+        text = plain[: len(plain) - len(self.tail_text)] if self.tail is not None else plain
+        # Where positions were drawn together behind it, its own is not used again.
+        position = max(end.position - behind, 0)
+        middle = Place(end.seen - behind, position, end.prompt - behind, end.evicted)
+        media = (tuple(self.pictures), tuple(self.clips))
+        known = tuple(sorted({*self.ids[: len(self.ids) - behind]}))
+        count = len(self.pictures)
+        made = [Piece(text, None, middle, count, self.rule, media, known=known)]
+        return made if self.tail is None else [*made, Piece(self.tail_text, self.tail, end)]
 
 
 def read_of(

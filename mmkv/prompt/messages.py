@@ -38,6 +38,10 @@ To call a function, write its name and its arguments as JSON, in one such block 
 What a call returned comes in the next message, between <tool_response> and </tool_response>."""
 
 
+class Unknown(Exception):
+    """Whether the text goes on from an earlier one is not known: see mmkv.prompt.resuming."""
+
+
 def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], list[Any]]:
     """Split ``messages`` into messages with bare placeholders, pictures, and videos, in order.
 

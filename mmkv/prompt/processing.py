@@ -55,6 +55,7 @@ class Processor:
     frame_rule = FrameRule()  # which frames of a video it is shown
     blind = "this model reads text only; drop the pictures or name another model"
     image_token = video_token = ""
+    counts_pictures = False  # whether rule() asks how many there are
     image_frame = ("", "")  # what is put before and behind the tokens of a picture
 
     def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
@@ -423,6 +424,8 @@ class HubProcessor(Processor):
 
 class OneVisionProcessor(HubProcessor):
     """LLaVA-OneVision, which cuts the picture of a prompt into tiles if it is the only one."""
+
+    counts_pictures = True
 
     def rule(self, pictures: int) -> bool:
         return pictures == 1

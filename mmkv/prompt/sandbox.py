@@ -9,25 +9,30 @@ stop a template.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any
 
-from jinja2 import Environment, Template, meta, nodes, pass_eval_context
-from jinja2.runtime import LoopContext, markup_join, str_join
+from jinja2 import Environment, Template, meta, nodes, pass_context, pass_eval_context
+from jinja2.runtime import LoopContext, Macro, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from mmkv.engine.errors import InputError
+from mmkv.prompt.messages import Unknown
+from mmkv.prompt.resuming import READERS, Messages, TemplateReading, loops_of, rounds_of
 
 # The filters that are put in. EACH reads the clock at each item of a loop, JOIN computes the
 # length of ``~`` ahead, KEEP bounds a list. AT and END print nothing: they note where the text
-# stands at an item, and before the opening of a reply (:class:`Marks`).
+# stands at an item, and before the opening of a reply (:class:`Marks`). ROUNDS stands in for EACH,
+# and ROUND prints nothing, where a loop can be gone on with (:mod:`mmkv.prompt.resuming`).
 JOIN, EACH, KEEP = "mmkv_join", "mmkv_each", "mmkv_keep"
 AT, END = "mmkv_at", "mmkv_end"
+ROUNDS, ROUND = "mmkv_rounds", "mmkv_round"
 _OPENING = "add_generation_prompt"
 
 
@@ -49,8 +54,11 @@ def mark_end(tree: nodes.Template) -> None:
 def guard(tree: nodes.Template) -> None:
     """Lead loops, ``~`` and computed lists through filters that look at them."""
 
-    def through(name: str, value: Any) -> nodes.Filter:
-        return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
+    loops = {id(loop): number for number, loop in enumerate(loops_of(tree))}
+
+    def through(name: str, value: Any, *more: Any) -> nodes.Filter:
+        args = [nodes.Const(one, lineno=value.lineno) for one in more]
+        return nodes.Filter(value, name, args, [], None, None, lineno=value.lineno)
 
     def guard_fields(node: nodes.Node) -> None:
         for field, value in node.iter_fields():
@@ -65,11 +73,15 @@ def guard(tree: nodes.Template) -> None:
         """Return what stands in a node's place: itself, or led through a filter."""
         guard_fields(node)
         if isinstance(node, nodes.For):
-            node.iter = through(EACH, node.iter)
+            number = loops.get(id(node))
+            each = through(EACH, node.iter)
+            node.iter = each if number is None else through(ROUNDS, node.iter, number)
             if isinstance(node.target, nodes.Name):
                 # AT prints nothing; it notes where the text stands.
                 named = nodes.Name(node.target.name, "load", lineno=node.lineno)
-                node.body.insert(0, nodes.Output([through(AT, named)], lineno=node.lineno))
+                noted = [through(AT, named)]
+                noted += [] if number is None else [through(ROUND, named, number)]
+                node.body.insert(0, nodes.Output(noted, lineno=node.lineno))
         elif isinstance(node, nodes.Concat):
             return through(JOIN, nodes.List(node.nodes, lineno=node.lineno))
         elif isinstance(node, (nodes.List, nodes.Dict, nodes.Tuple)):
@@ -113,12 +125,18 @@ class Marks:
     end: int | None = None
 
 
-def render(source: str, given: int, values: Mapping[str, Any], marks: Marks | None = None) -> str:
+def render(
+    source: str,
+    given: int,
+    values: Mapping[str, Any],
+    marks: Marks | None = None,
+    reading: TemplateReading | None = None,
+) -> str:
     """Render the template ``source`` with ``values``.
 
     Args:
         given: characters and items of the messages and tools in ``values``.
-        marks: filled in.
+        marks: filled in. reading: of the messages that stand in for a list in ``values``.
 
     Raises:
         InputError: a limit was passed. Otherwise whatever the template leads to.
@@ -126,7 +144,7 @@ def render(source: str, given: int, values: Mapping[str, Any], marks: Marks | No
     template = _compiled(source)
     environment = template.environment
     assert isinstance(environment, _Limited)
-    with environment.meter.started(given, marks):
+    with environment.meter.started(given, marks, reading):
         return template.render(**values)
 
 
@@ -157,6 +175,16 @@ def variables(source: str) -> frozenset[str]:
     return frozenset(read - environment.globals.keys())
 
 
+@lru_cache(maxsize=16)
+def opens_within(source: str) -> bool:
+    """Return whether a template asks in a loop or macro whether a reply is to be opened."""
+    environment = _Limited()
+    with environment.meter.started(0):
+        tree = environment.parse(source)
+    parts = tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
+    return any(name.name == _OPENING for part in parts for name in part.find_all(nodes.Name))
+
+
 class _Meter(threading.local):
     """What the rendering on this thread may still take."""
 
@@ -164,11 +192,16 @@ class _Meter(threading.local):
     largest = made = given = 0
     depth = written = 0  # texts that are being put together, one in another; of the outer one
     marks: Marks | None = None
+    reading: TemplateReading | None = None
+    kept: Sequence[str] = ()  # the outer text
 
-    def started(self, given: int, marks: Marks | None = None) -> _Meter:
+    def started(
+        self, given: int, marks: Marks | None = None, reading: TemplateReading | None = None
+    ) -> _Meter:
         self.largest, self.made = _OUTPUT + 8 * given, _MADE + 1024 * given
         self.given = given
         self.marks, self.depth, self.written = marks, 0, 0
+        self.reading, self.kept = reading, ()
         return self
 
     def __enter__(self) -> None:
@@ -176,6 +209,7 @@ class _Meter(threading.local):
 
     def __exit__(self, *_: object) -> None:
         self.end = float("inf")
+        self.marks, self.reading, self.kept = None, None, ()
 
     def tick(self) -> None:
         if time.monotonic() > self.end:
@@ -220,10 +254,10 @@ class _Limited(ImmutableSandboxedEnvironment):
         self.concat = self._concat  # type: ignore[method-assign]
         self.globals = dict(theirs.globals)
         self.globals.pop("lipsum", None)
-        self.globals["namespace"] = _namespace(theirs.globals["namespace"])
+        self.globals["namespace"] = _namespace(theirs.globals["namespace"], self.meter)
         self.filters = {name: self._filter(name, use) for name, use in theirs.filters.items()}
-        self.filters |= {JOIN: self._join, EACH: self._each, KEEP: self.meter.keep}
-        self.filters |= {AT: self._at, END: self._end}
+        self.filters |= {JOIN: self._join, EACH: self._each, KEEP: self._literal}
+        self.filters |= {AT: self._at, END: self._end, ROUNDS: self._rounds, ROUND: self._round}
         tests: dict[str, Any] = theirs.tests
         self.tests = {name: self._ticking(test) for name, test in tests.items()}
 
@@ -231,9 +265,20 @@ class _Limited(ImmutableSandboxedEnvironment):
         """Return ``message.role`` or ``loop.first`` at once: what Jinja finds by a longer way."""
         if type(obj) is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if type(obj) is LoopContext and attribute in _OF_LOOPS:
-            return getattr(obj, attribute)
+        if type(obj) is LoopContext:
+            if (rounds := rounds_of(obj)) is not None:
+                return rounds.told(attribute, self.undefined)
+            if attribute in _OF_LOOPS:
+                return getattr(obj, attribute)
+        if type(obj) is Messages:
+            raise Unknown
         return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return ``messages[0]`` of the messages' stand-in, and of others what Jinja finds."""
+        if type(obj) is Messages and type(argument) is not int:
+            raise Unknown
+        return super().getitem(obj, argument)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function; methods of texts and numbers only if what they make is bounded."""
@@ -245,6 +290,10 @@ class _Limited(ImmutableSandboxedEnvironment):
             self._expect_of_method(owner, function.__name__, args, kwargs)
         elif getattr(function, "__name__", "") == "strftime_now":
             self._expect_width(*(len(each) for each in args if isinstance(each, str)))
+            if self.meter.reading is not None:
+                self.meter.reading.reads(math.inf)
+        if type(function) is not Macro:
+            _without_messages((*args, *kwargs.values()))
         return self.meter.keep(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -278,9 +327,11 @@ class _Limited(ImmutableSandboxedEnvironment):
         return formatted
 
     def _concat(self, pieces: Iterable[str]) -> str:
-        kept, size, meter = [], 0, self.meter
+        kept, size, meter = list[str](), 0, self.meter
         outer, largest = not meter.depth, meter.largest
         meter.depth += 1
+        if outer:
+            meter.kept = kept
         for count, piece in enumerate(pieces):
             size += len(piece)
             if outer:
@@ -303,6 +354,23 @@ class _Limited(ImmutableSandboxedEnvironment):
         if self.meter.marks is not None:
             self.meter.marks.end = self.meter.written
         return ""
+
+    @pass_context
+    def _rounds(self, context: Any, values: Iterable[Any], number: int) -> Iterator[Any]:
+        reading, meter = self.meter.reading, self.meter
+        if reading is None or not isinstance(values, Messages):
+            return self._each(values)
+        return reading.begin(number, values, context.vars, "".join(meter.kept))
+
+    def _round(self, _: Any, number: int) -> str:
+        if self.meter.reading is not None:
+            self.meter.tick()
+            self.meter.reading.round(number, self.meter.written)
+        return ""
+
+    def _literal(self, value: Any) -> Any:
+        _without_messages(value.values() if isinstance(value, dict) else value)
+        return self.meter.keep(value)
 
     def _each(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
@@ -340,6 +408,10 @@ class _Limited(ImmutableSandboxedEnvironment):
         def guarded(*args: Any, **kwargs: Any) -> Any:
             self.meter.tick()
             before, (value, *rest) = args[:first], args[first:]
+            if name not in READERS:
+                _without_messages((value,))
+            if name not in ("d", "default"):
+                _without_messages((*rest, *kwargs.values()))
             if name == "join":
                 value = self._listed(value)
             self._expect_of_filter(name, value, [*rest, *kwargs.values()])
@@ -425,9 +497,20 @@ def _theirs() -> Environment:
     return _compile_jinja_template("").environment
 
 
-def _namespace(kind: Any) -> Any:
+def _namespace(kind: Any, meter: _Meter) -> Any:
+    def begin(self: Any, /, *args: Any, **values: Any) -> None:
+        kind.__init__(self, *args, **values)
+        if meter.reading is not None:
+            meter.reading.spaces.append(self)
+
     # The text of one that holds itself, or others many times over, has no end.
-    return type("Namespace", (kind,), {"__repr__": lambda self: "<Namespace>"})
+    return type("Namespace", (kind,), {"__init__": begin, "__repr__": lambda self: "<Namespace>"})
+
+
+def _without_messages(values: Iterable[Any]) -> None:
+    """Raise Unknown if the messages' stand-in is among values: others could tell it from a list."""
+    if Messages in map(type, values):
+        raise Unknown
 
 
 def extent(value: Any, most: int) -> int:

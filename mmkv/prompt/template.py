@@ -9,9 +9,9 @@ does not depend on what the reply was, and the tokens the model sampled stay as 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from mmkv.prompt.messages import (
     Fitted,
     Message,
     TemplateSupport,
+    Unknown,
     as_parts,
     fit,
     is_open,
@@ -35,6 +36,7 @@ from mmkv.prompt.special import CUT, Cutter, new_marker
 
 if TYPE_CHECKING:
     from mmkv.prompt import sandbox
+    from mmkv.prompt.resuming import Boundaries, TemplateReading
 
 NO_TEMPLATE = "this model's tokenizer has no chat template: the text is continued as it stands"
 REWRITES = (
@@ -62,17 +64,46 @@ class RenderedConversation:
     """A rendered conversation.
 
     Attributes:
+        text: all of it, or what follows ``after``.
         begins: per message, how many characters stand before what the template's loop over
             messages makes of it; -1 where no loop came to it, or it was joined to the one before.
         end: the length of the text without the opening of a reply, where ``text`` is known to
             begin with that; else None.
+        after: the checkpoint that was gone on from; None: all was rendered.
+        checkpoint: from which a longer one may go on; None: none was found, or looked for.
     """
 
     text: str
     begins: list[int]
     end: int | None
+    after: ResumePoint | None = None
+    checkpoint: ResumePoint | None = None
+
+    @property
+    def length(self) -> int:
+        """Count the characters of the whole text, cuts left out."""
+        return (0 if self.after is None else self.after.length) + len(self.text.replace(CUT, ""))
 
 
+@dataclass(frozen=True)
+class ResumePoint:
+    """A place between messages from which the rendering of a longer conversation can go on.
+
+    Attributes:
+        messages: those before it. length: characters of their text, cuts left out.
+        template: what rendered it. items: messages as it saw them, by number: the first two and
+            the last. boundaries: where it stood.
+    """
+
+    messages: list[Message]
+    length: int
+    template: tuple[Any, ...]
+    items: Mapping[int, Message]
+    boundaries: Boundaries
+
+
+_LATEST = 4  # messages before which a checkpoint is looked for
+Layout = Callable[[list[Message], bool], RenderedConversation]
 # What every template is rendered with.
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -112,6 +143,7 @@ class ChatTemplate:
         self._values: dict[str, Any] = {}
         self._tools: list[dict[str, Any]] = []
         self._probed: list[TemplateSupport] = []  # shared by copies
+        self._odd: list[bool] = []  # whether it does what cannot be followed; shared by copies
         self.call_format, self.thoughts = format_of(source), thought_marks(source)
         thoughts = () if self.thoughts is None else (self.thoughts.open, self.thoughts.close)
         self.markers = frozenset((*self.call_format.special, *thoughts))
@@ -279,26 +311,142 @@ class ChatTemplate:
         Raises:
             InputError: the template does not show one text behind the other.
         """
+        return self._open(messages, self.layout).text
+
+    def _open(self, messages: list[Message], layout: Layout) -> RenderedConversation:
+        """Do as :meth:`render_open`; ``layout``: renders messages."""
         if self.source is None:
-            return self.render(messages, opening=False)
+            return layout(messages, False)
         marker = new_marker()
-        marked = [*messages[:-1], with_more(messages[-1], marker)]
-        before, found, after = self.render(marked, opening=False).partition(marker)
+        made = layout([*messages[:-1], with_more(messages[-1], marker)], False)
+        before, found, after = made.text.partition(marker)
         if not found or marker in after:
             raise InputError(
                 "this model's chat template does not show what is added to a message at its end, "
                 "so nothing can be observed; ask with the pictures instead"
             )
-        return before.removesuffix(CUT)
+        return replace(made, text=before.removesuffix(CUT), end=None)
 
     def render(self, messages: list[Message], opening: bool) -> str:
         """Render the template; ``opening`` adds the beginning of the assistant's reply."""
         return self.layout(messages, opening).text
 
+    def go_on(
+        self, messages: list[Message], ends: bool, after: ResumePoint | None
+    ) -> RenderedConversation:
+        """Render what follows a checkpoint, where what stands before it is what it was; else all.
+
+        Args:
+            ends: whether a reply is opened; False: as :meth:`render_open`.
+            after: of an earlier rendering; the next one's is in what is returned.
+
+        Raises:
+            InputError: the template refuses the messages.
+        """
+
+        def shown(layout: Layout) -> RenderedConversation:
+            if not ends:
+                return self._open(messages, layout)
+            return self._with_prefix(messages, layout) if self.prefix else layout(messages, True)
+
+        for start in () if self._odd else (None,) if after is None else (after, None):
+            try:
+                return shown(partial(self._follow, after=start))
+            except (Unknown, InputError):  # the whole may be shown all the same
+                pass
+        made = shown(self.layout)
+        self._odd[:] = [True]
+        return made
+
+    def closed(self, messages: list[Message], after: ResumePoint | None) -> str:
+        """Render messages without the opening of a reply, or what follows a checkpoint.
+
+        Raises:
+            Unknown: not from there; InputError: the template refuses them.
+        """
+        if after is None:
+            return self.render(messages, opening=False)
+        return self._follow(messages, False, after).text
+
+    def _follow(
+        self, messages: list[Message], opening: bool, after: ResumePoint | None
+    ) -> RenderedConversation:
+        """Render what follows a checkpoint (all without one), and look for the next.
+
+        Raises:
+            Unknown: not from there; InputError: a message cannot be shown.
+        """
+        from mmkv.prompt import sandbox
+        from mmkv.prompt.resuming import TemplateReading
+
+        if self.source is None:
+            raise Unknown
+        key = self.source, self._values, self._tools, sandbox.opens_within(self.source) and opening
+        begin, done, items = 0, 0, dict[int, Message]()
+        if after is not None:
+            begin, done, items = after.boundaries.at, len(after.messages), {**after.items}
+            if after.template != key or messages[:done] != after.messages or done >= len(messages):
+                raise Unknown
+        fitted = self._fit(self._cut(messages[done:]), again=after is not None)
+        shaped = [self._shape(one.message) for one in fitted]
+        items |= enumerate(shaped, begin)
+        places = self._places(messages, fitted, begin, done)
+        known = None if after is None else after.boundaries
+        tools = self._tools if self.reads_tools else []
+        reading = TemplateReading(items, begin + len(shaped), places.keys(), known, tools)
+        marks = sandbox.Marks(dict.fromkeys(map(id, shaped), -1))
+        try:
+            text = self._rendered(shaped, tools, opening, marks, reading)
+            found = reading.boundaries()
+        except STOPS:
+            raise
+        except BaseException as error:
+            raise Unknown from error
+        cut = reading.cut or 0
+        end = marks.end if opening else len(text)
+        begins = self._begins(fitted, shaped, marks, len(messages), done)
+        made = RenderedConversation(
+            text[cut:],
+            [one - cut if one >= cut else -1 for one in begins],
+            None if end is None else end - cut,
+            after,
+        )
+        if found is None:
+            return made
+        stands = replace(made, text=text[cut : found.written]).length
+        first = [] if after is None else after.messages
+        before = [*first, *map(dict, messages[done : places[found.at]])]
+        kept = {at: items[at] for at in (0, 1, found.at - 1) if at < found.at}
+        return replace(made, checkpoint=ResumePoint(before, stands, key, kept, found))
+
+    def _places(
+        self, messages: list[Message], fitted: Sequence[Fitted], begin: int, done: int
+    ) -> dict[int, int]:
+        """Return before which messages, as the template sees them, a checkpoint may be.
+
+        That is where :func:`fit` changes nothing on one side for what stands on the other.
+
+        Args:
+            fitted: those from the message with number ``done`` on; begin: the first one's number.
+
+        Returns:
+            per number of such a message that of the message it is made of.
+        """
+        made = {begin: done} if begin else {}
+        asked = next(
+            (at for at, one in enumerate(messages) if one["role"] == "user"), len(messages)
+        )
+        for number, one in list(enumerate(fitted, begin))[-_LATEST:]:
+            at = 0 if one.source is None else done + one.source
+            two = [each["role"] in ("user", "tool") for each in messages[max(at - 1, 0) : at + 1]]
+            if at > asked and not all(two):
+                made[number] = at
+        return made
+
     def layout(self, messages: list[Message], opening: bool) -> RenderedConversation:
         """Do as :meth:`render`; say where the messages stand in the text, too."""
         if opening and self.prefix:
-            return self._with_prefix(messages)
+            return self._with_prefix(messages, self.with_prefix("").layout)
         fitted = self._fit(self._cut(messages))
         if self.source is None:
             text = "".join(self._plain(one.message) for one in fitted)
@@ -318,11 +466,23 @@ class ChatTemplate:
                 return self.layout([_with_calls_alone(one) for one in messages], opening)
             raise _failed(error) from error
         end = marks.end if opening else len(text)
-        begins = [-1] * len(messages)
+        begins = self._begins(fitted, shaped, marks, len(messages), 0)
+        return RenderedConversation(text, begins, end)
+
+    @staticmethod
+    def _begins(
+        fitted: Sequence[Fitted],
+        shaped: Sequence[Message],
+        marks: sandbox.Marks,
+        count: int,
+        done: int,
+    ) -> list[int]:
+        """Return where each of ``count`` messages begins; ``done``: those before ``fitted``."""
+        begins = [-1] * count
         for one, message in zip(fitted, shaped, strict=True):
             if one.source is not None:
-                begins[one.source] = marks.begins[id(message)]
-        return RenderedConversation(text, begins, end)
+                begins[done + one.source] = marks.begins[id(message)]
+        return begins
 
     def _rendered(
         self,
@@ -330,6 +490,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]],
         opening: bool,
         marks: sandbox.Marks | None = None,
+        reading: TemplateReading | None = None,
     ) -> str:
         from mmkv.prompt import sandbox
 
@@ -337,7 +498,7 @@ class ChatTemplate:
         values = {
             **self._values,
             **self._tokenizer.special_tokens_map,
-            "messages": shaped,
+            "messages": shaped if reading is None else reading.messages,
             "tools": tools or None,
             "documents": None,
             "add_generation_prompt": opening,
@@ -345,14 +506,23 @@ class ChatTemplate:
         said = ("content", "tool_calls", "reasoning_content")
         told = [message[key] for message in shaped for key in said if message.get(key)]
         given = sandbox.extent([tools, told], 2**62)
-        return sandbox.render(self.source, given, values, marks)
+        return sandbox.render(self.source, given, values, marks, reading)
 
-    def _fit(self, messages: list[Message]) -> list[Fitted]:
-        """Return the messages, changed where the template cannot show tools by itself."""
+    def _fit(self, messages: list[Message], again: bool = False) -> list[Fitted]:
+        """Return the messages, changed where the template cannot show tools by itself.
+
+        Args:
+            again: whether they follow others, which have the tools in words. Raises Unknown: a
+                message of the system among these would have them.
+        """
         spoken = any(one["role"] == "tool" or one.get("tool_calls") for one in messages)
-        if not spoken and (not self._tools or self.reads_tools):
+        in_words = bool(self._tools) and not self.reads_tools
+        if again and in_words and any(one["role"] == "system" for one in messages):
+            raise Unknown
+        if not spoken and (again or not in_words):
             return [Fitted(message, at) for at, message in enumerate(messages)]
-        return fit(messages, self._tools, self._shown, apart=self.source is None)
+        tools = () if again else self._tools
+        return fit(messages, tools, self._shown, apart=self.source is None)
 
     @property
     def _shown(self) -> TemplateSupport:
@@ -377,8 +547,8 @@ class ChatTemplate:
             self._probed.append(found)
         return self._probed[0]
 
-    def _with_prefix(self, messages: list[Message]) -> RenderedConversation:
-        """Render messages and a reply up to the end of its prefix.
+    def _with_prefix(self, messages: list[Message], layout: Layout) -> RenderedConversation:
+        """Render messages and a reply up to the end of its prefix; ``layout``: renders messages.
 
         What stands before the end of the reply is that of transformers' continue_final_message: a
         blank behind the marker shows whether the template trims what it writes.
@@ -387,8 +557,8 @@ class ChatTemplate:
         reply: Message = {"role": "assistant", "content": f"{self.prefix}{marker} "}
         if self.thought:
             reply["reasoning_content"] = self.thought
-        layout = self.with_prefix("").layout([*messages, reply], opening=False)
-        text, found, after = layout.text.rpartition(marker)
+        made = layout([*messages, reply], False)
+        text, found, after = made.text.rpartition(marker)
         text, prefix = (
             (text, self.prefix.lstrip())
             if after.startswith(" ")
@@ -399,7 +569,7 @@ class ChatTemplate:
                 "the model's chat template shows the beginning of the reply in another way than it "
                 "was given; begin the reply with other words, or let the model begin it"
             )
-        return RenderedConversation(text, layout.begins[:-1], None)
+        return replace(made, text=text, begins=made.begins[:-1], end=None)
 
     def _cut(self, messages: list[Message]) -> list[Message]:
         """Return the messages, their contents as parts, with special tokens in texts cut."""

@@ -6,7 +6,6 @@ The conversations that a request continues and leaves behind, and its steps in t
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +19,7 @@ from mmkv.engine.budgets import page_bound
 from mmkv.engine.errors import InputError
 from mmkv.notes import read_notes, times_notes
 from mmkv.prompt.held import Read, read_of
+from mmkv.prompt.messages import Unknown
 from mmkv.prompt.template import REWRITES
 from mmkv.reply import ReplyWriter
 from mmkv.scheduler.capacity import Reservation
@@ -42,7 +42,15 @@ from mmkv.server.prompts import (
 )
 from mmkv.server.work import ChatWork, Choice, RequestCounts, Standing, Usage
 from mmkv.thoughts import PROMPT_END
-from mmkv.turn import agreed, kept_tokens, text_before_media, text_behind, without_first
+from mmkv.turn import (
+    agreed,
+    checkpoint_of,
+    kept_tokens,
+    rendered,
+    text_before_media,
+    text_behind,
+    without_first,
+)
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -291,6 +299,7 @@ class ChatJob(EngineJob):
         self._outline: Outline | None = None
         self._continues: ConversationState | None = None
         self._read: Read | None = None
+        self._checkpoint: dict[str, Any] = {}  # what that says of one
         self._prompt_end: list[int] = []  # its latest tokens
         self.writers: list[ReplyWriter] = []
         self.choices: list[Choice] = []
@@ -351,6 +360,7 @@ class ChatJob(EngineJob):
         work, engine, held = self.work, self.engine, 0
         work.messages = messages = self._to_read(messages)
         for count, memory in self.conversations.find():
+            self._checkpoint = {}
             known = with_sampled(messages, memory.info.sampled)
             shown = [one.for_template() for one in known]
             found: tuple[Session, Outline] | None
@@ -443,14 +453,8 @@ class ChatJob(EngineJob):
         named = work.start is not None or work.rewrites == "keep"
         held = memory.held
         if held is not None and held.pieces is not None and template.source is not None:
-            rule = self._rule
-
-            def unread(whole: str) -> str | None:
-                plan = held.plan(whole, rule)
-                return plan.text if plan.appends else None
-
-            made = outline_unread(template, shown, count, unread)
-            if made is not None:  # mostly; all is rendered once then
+            made = self._unread(shown, count, held)
+            if made is not None:  # mostly; all is rendered once at most then
                 return (memory.fork(), made) if made.segments else None
         fits = outline(template, shown, count, memory.replied, memory.info.rendered)
         if fits is not None and not fits.segments:
@@ -467,6 +471,27 @@ class ChatJob(EngineJob):
             unless_kept.pop_all()
         return session, made
 
+    def _unread(self, shown: list[dict[str, Any]], count: int, held: Held) -> Outline | None:
+        """Return what is to be read behind what was; None: that is shown in another way now.
+
+        Args:
+            count: messages that were read.
+        """
+        template, rule = self._template, self._rule
+        layout, rest = rendered(held, template, shown, True, rule)
+        if rest is not None:
+            try:
+                made = outline_unread(template, shown, count, layout, rest)
+                self._checkpoint = checkpoint_of(layout)
+                return made
+            except Unknown:
+                layout = template.go_on(shown, True, None)
+        plan = held.plan(layout.text, rule)
+        if not plan.appends:
+            return None
+        self._checkpoint = checkpoint_of(layout)
+        return outline_unread(template, shown, count, layout, plan.text)
+
     def _continued_open(
         self, messages: list[Message], count: int, memory: ConversationState
     ) -> tuple[Session, Outline]:
@@ -476,9 +501,12 @@ class ChatJob(EngineJob):
         held = session.held
         with ExitStack() as unless_kept:
             unless_kept.callback(session.close)
-            text = self._behind_open(messages, count, held)
-            whole = self._whole_open(messages) if text is None else text
+            text, done = self._behind_open(messages, count, held), None
             if text is None and held.pieces is not None and template.source is not None:
+                shown = [one.for_template() for one in closed(messages)[0]]
+                done, text = rendered(held, template, shown, self.work.observes is None, rule)
+            whole = text or (self._whole_open(messages) if done is None else done.text)
+            if text is None and done is not None:
                 plan = held.plan(whole, rule)
                 if not plan.appends:
                     plan, why = agreed(session, plan, whole, rule)
@@ -492,7 +520,9 @@ class ChatJob(EngineJob):
                 text = template.addition(before, after, self.work.observes is None).text
                 held.differs = why or held.differs
             unless_kept.pop_all()
-        return session, Outline(whole, [Segment(text, count, len(messages), same)])
+        self._checkpoint = {} if why is not None else checkpoint_of(done)
+        segments = [Segment(text, count, len(messages), same)]
+        return session, Outline(whole, segments, done is not None and done.after is None)
 
     def _behind_open(self, messages: list[Message], count: int, held: Held) -> str | None:
         """Return the text of what is observed behind a long open message; None: all is rendered."""
@@ -669,7 +699,7 @@ class ChatJob(EngineJob):
     def _inputs(self, segment: Segment) -> dict[str, torch.Tensor]:
         """Return the model inputs of a segment, and of what the cache lacks of the last reply."""
         session = self.live
-        assert session is not None
+        assert session is not None and self._outline is not None
         images, videos = self._media_of(segment)
         processor, total = self.engine.processor, pictures_in(self.work.messages)
         bundled = self.engine.is_bundled_model
@@ -684,7 +714,9 @@ class ChatJob(EngineJob):
             inputs = processor.encode(segment.text, images, videos, session.seen > 0, total)
         ids = inputs["input_ids"][0].tolist()
         self._prompt_end = ids[-PROMPT_END:]
-        more = {"rule": self._rule, "unfed": session.unfed, "stays": sys.maxsize}
+        more = {"rule": self._rule, "unfed": session.unfed, "loose": 0}
+        if len(self._outline.segments) == 1:  # where all has been read
+            more |= self._checkpoint
         self._read = read_of(processor, segment.text, ids, images, videos, **more)
         return session.with_unfed(without_first(inputs, segment.held))
 

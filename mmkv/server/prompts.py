@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.calls.parser import ReplyParser, parse
 from mmkv.calls.tools import parsed_arguments
 from mmkv.engine.errors import ContextError, InputError
-from mmkv.prompt.messages import as_parts
+from mmkv.prompt.messages import Unknown, as_parts
 from mmkv.prompt.special import new_marker, reading, require_no_long_run
 
 if TYPE_CHECKING:
@@ -69,15 +69,19 @@ class Outline:
     """A conversation's text, and what of it is to be read.
 
     Attributes:
-        text: all of it, up to the opening of the reply.
+        text: all of it, up to the opening of the reply, or the end of that.
         segments: its end, cut; whoever reads one takes it out.
+        whole: whether ``text`` is all of it.
     """
 
     text: str
     segments: list[Segment]
+    whole: bool = True
 
-    def rendered(self) -> Rendered:
-        """Return the text that has been read, but for the reply."""
+    def rendered(self) -> Rendered | None:
+        """Return the text that has been read, but for the reply; None: it is not all here."""
+        if not self.whole:
+            return None
         left = sum(len(one.text) for one in self.segments)
         return Rendered.of(self.text[: len(self.text) - left])
 
@@ -135,20 +139,21 @@ def outline_unread(
     template: ChatTemplate,
     messages: list[dict[str, Any]],
     held: int,
-    unread: Callable[[str], str | None],
-) -> Outline | None:
-    """Do as :func:`outline` where it is known which text the ``held`` messages were read as.
+    layout: RenderedConversation,
+    rest: str,
+) -> Outline:
+    """Do as :func:`outline` where it is known what has been read of the text.
 
     Args:
-        unread: returns the end of the whole text that has not been read, or None where that goes
-            on from another text.
+        layout: the messages with the opening of a reply, or what follows a checkpoint.
+        rest: the end of its text that has not been read.
+
+    Raises:
+        Unknown: ends of messages cannot be told from the checkpoint on.
     """
-    layout = template.layout(messages, opening=True)
-    rest = unread(layout.text)
-    if rest is None:
-        return None
     done, ends = len(layout.text) - len(rest), _ends(template, messages, held, layout)
-    return Outline(layout.text, _cut(messages, layout.text, held, done, ends))
+    segments = _cut(messages, layout.text, held, done, ends)
+    return Outline(layout.text, segments, layout.after is None)
 
 
 def _cut(
@@ -185,6 +190,8 @@ def _ends(
 ) -> list[tuple[int, int]]:
     """Return how many messages end where in the text, of those after the ``held`` ones."""
     if len(shown) - held > _FEW:
+        if layout.after is not None:
+            raise Unknown
         found = _ends_by_loop(template, shown, layout)
         if found is not None:
             return [(last, end) for last, end in enumerate(found, 1) if last > held and end > 0]
@@ -194,7 +201,7 @@ def _ends(
                 f"messages, so at most {_MOST_RENDERED} are read at once; send fewer"
             )
     each = range(held + 1, len(shown) + 1)
-    found = [_length(template, shown[:last], layout.text) for last in each[:-1]]
+    found = [_length(template, shown[:last], layout) for last in each[:-1]]
     found += [_whole_length(template, shown, layout)] if each else []
     return [(last, end) for last, end in zip(each, found, strict=True) if end > 0]
 
@@ -221,7 +228,7 @@ def _ends_by_loop(
     if before.begins[1:] != begins[1:-1] or min(ends) < 0 or sorted(ends) != ends:
         return None
     leading = next((i for i, one in enumerate(shown) if one["role"] != "system"), len(shown))
-    if leading and _length(template, shown[:leading], whole) != ends[leading - 1]:
+    if leading and _length(template, shown[:leading], layout) != ends[leading - 1]:
         ends[:leading] = [0] * leading
     return ends
 
@@ -230,16 +237,18 @@ def _whole_length(
     template: ChatTemplate, shown: list[dict[str, Any]], layout: RenderedConversation
 ) -> int:
     """Return the length of the text without its opening if it begins with that, else 0."""
-    return _length(template, shown, layout.text) if layout.end is None else layout.end
+    return _length(template, shown, layout) if layout.end is None else layout.end
 
 
-def _length(template: ChatTemplate, messages: list[dict[str, Any]], whole: str) -> int:
-    """Return the length of the messages' text if ``whole`` begins with it, else 0."""
+def _length(
+    template: ChatTemplate, messages: list[dict[str, Any]], layout: RenderedConversation
+) -> int:
+    """Return the length of the messages' text if that of ``layout`` begins with it, else 0."""
     try:
-        text = template.render(messages, opening=False)
+        text = template.closed(messages, layout.after)
     except InputError:  # a template may want a user's message after the system's
         return 0
-    return len(text) if whole.startswith(text) else 0
+    return len(text) if layout.text.startswith(text) else 0
 
 
 Kind = Literal["text", "image", "video"]

@@ -287,16 +287,16 @@ def test_the_end_of_a_long_message_is_rendered_alone_where_that_is_the_same(
     template = ChatTemplate(tokenizer, source, counted)
     monkeypatch.setattr(engine.processor, "template", template)
     lengths = []
-    render = ChatTemplate.render
+    cut = ChatTemplate._cut
 
-    def watched(self: ChatTemplate, messages: Any, opening: bool) -> str:
+    def watched(self: ChatTemplate, messages: Any) -> Any:
         lengths.append(len(messages[-1]["content"]))
-        return render(self, messages, opening)
+        return cut(self, messages)
 
     with engine.session() as session:
         for at in range(36):
             session.observe(f"{at} is seen <|im_end|> now")
-        monkeypatch.setattr(ChatTemplate, "render", watched)
+        monkeypatch.setattr(ChatTemplate, "_cut", watched)
         session.observe("n <|im_end|> is last")
         assert min(lengths) < 10 and (max(lengths) > 36) is counted
         monkeypatch.undo()

@@ -341,7 +341,7 @@ def test_a_picture_that_moves_is_read_again(
 def test_pictures_of_text_that_stays_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = (picture("red", (40, 24)),), ()
     held = Held(tuple(Piece(text, None, Place(), 1, media=shown) for text in ("ab", "cd", "ef")))
-    held.let_go(2)
+    held.let_go(4)
     assert [one.media for one in held.pieces or ()] == [None, shown, shown]
     monkeypatch.setattr("mmkv.prompt.held.MOST_MEDIA", 2 * 40 * 24 * 3 - 1)
     held.let_go(3)

@@ -214,9 +214,10 @@ def test_drawn_conversations_are_held_as_they_are_shown(
     begin = ChatJob._begin_replies
 
     def checked(job: ChatJob, logits: torch.Tensor) -> None:
-        assert job.live is not None and job._outline is not None
+        assert job.live is not None
         ids = held_ids(job.live)
-        wrong.append(job.engine.processor.tokenizer.decode(ids) != job._outline.text)
+        whole = job._template.render([one.for_template() for one in job.work.messages], True)
+        wrong.append(job.engine.processor.tokenizer.decode(ids) != whole)
         with job.engine.session() as fresh:
             exact = fresh.prefill({"input_ids": torch.tensor([ids])})
         wrong.append(not torch.allclose(exact, logits, atol=1e-4, rtol=1e-4))
