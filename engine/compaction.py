@@ -5,8 +5,8 @@ many. Before they would pass the last one, the gaps that evicted tokens have lef
 each row (layer, KV head) by itself, since attention compares a query with the keys of one row: what
 follows has the same next position in all rows, T, and in a row no gap is longer than G afterwards,
 the largest length with which the row fits before T. A picture moves as a whole, tokens keep their
-order, and no distance grows. T is half of the context, or what the longest row needs, up to three
-quarters; a row that needs more loses its lowest entries.
+order, and no distance grows. T is three quarters of the context, so that distances stay near what
+they were; a row that needs more loses its lowest entries.
 
 A key that moves by d positions is multiplied with R(-d), the plain rotation of a text token, since
 all axes of a position move alike; angles are computed in float64 (at a million, those in float32

@@ -777,7 +777,7 @@ class CachedSequence:
         if held.longest > most:
             held = self._cap(held, entries, most)
             entries = self.engine.cache.entries(self.seq)
-        made = held.drawn_together(min(max(self._last_position // 2, held.longest), most))
+        made = held.drawn_together(most)
         frequencies = self.engine.spec.frequencies(bool(self.long_rope))
         move(self.engine.cache, self.seq, entries, made, frequencies)
         self.runs, self.shifts = made.runs, made.shifts
