@@ -208,7 +208,7 @@ class RowShifts:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Held:
+class Segments:
     """The entries of a sequence, and the segments that move as a whole: a picture, or one token.
 
     The tokens whose queries a scorer keeps are one segment of every row, up to the next position:
@@ -293,13 +293,13 @@ class Held:
         return summed
 
     @property
-    def plain(self) -> Held | None:
+    def plain(self) -> Segments | None:
         """The same with pictures whose tokens move one by one; None: it holds none."""
         if not any(run.extent for run in self.runs):
             return None
         runs = tuple(run._replace(extent=0) for run in self.runs)
         stands = self._shifts, self._rows, self._seen, self._next, self._window, self._settles
-        return Held(self._row, self._token, runs, *stands)
+        return Segments(self._row, self._token, runs, *stands)
 
     def above(self, most: int, keys: np.ndarray) -> np.ndarray:
         """Return the entries, indices ``[K]``, that rows lose which need more than ``most``.

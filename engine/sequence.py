@@ -16,9 +16,9 @@ from mmkv.engine.budget import TURN
 from mmkv.engine.budgets import SequenceSize
 from mmkv.engine.cache import Entries
 from mmkv.engine.compaction import (
-    Held,
     RowShifts,
     Runs,
+    Segments,
     move,
     position_of,
     runs_of,
@@ -720,7 +720,7 @@ class CachedSequence:
         """
         return self.engine.policy.evicts and not self.engine.policy.keeps_prompt
 
-    def _held(self, entries: Entries) -> Held:
+    def _held(self, entries: Entries) -> Segments:
         """Return where the entries of the session stand, ``entries`` being all of them."""
         cache, runs = self.engine.cache, self.runs
         assert runs is not None
@@ -729,9 +729,9 @@ class CachedSequence:
         queries = cache.memory.get(QUERIES)
         window = 0 if queries is None else queries.shape[3]
         stands = self.shifts, cache.rows, self.seen, self.next_position, window
-        return Held(row, token, runs, *stands, cache.pool.form.settles)
+        return Segments(row, token, runs, *stands, cache.pool.form.settles)
 
-    def _fitted(self, held: Held, next_position: int) -> tuple[Held, int]:
+    def _fitted(self, held: Segments, next_position: int) -> tuple[Segments, int]:
         """Return what is held, pictures whole if they fit, and the last next position for it.
 
         Args:
@@ -785,7 +785,7 @@ class CachedSequence:
         self.compactions += 1
         return made.newest
 
-    def _cap(self, held: Held, entries: Entries, most: int) -> Held:
+    def _cap(self, held: Segments, entries: Entries, most: int) -> Segments:
         """Evict the lowest entries of rows that need more than ``most`` positions."""
         engine, view = self.engine, self.view(entries)
         budget = engine.budgets.competing(self)

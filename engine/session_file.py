@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmkv.engine.compaction import Held, RowShifts, runs_of
+from mmkv.engine.compaction import RowShifts, Segments, runs_of
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import STOPS, BudgetError, SessionError, require_type, shown
 from mmkv.engine.paths import open_regular, whole_file
@@ -393,6 +393,6 @@ def _shifts(tensors: dict[str, Tensor], state: State, engine: Runtime) -> RowShi
     row = torch.repeat_interleave(tensors["length"].flatten())
     live = row.numpy(), tensors["position"].long().numpy()
     runs, stands = runs_of(state.runs or ()), (rows, state.seen, state.next_position)
-    if runs and not Held(*live, runs, made, *stands).fits:
+    if runs and not Segments(*live, runs, made, *stands).fits:
         raise InvalidFile("an entry has moved to no position of the model")
     return made

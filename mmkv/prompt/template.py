@@ -381,7 +381,13 @@ class ChatTemplate:
 
         if self.source is None:
             raise Unknown
-        key = self.source, self._values, self._tools, sandbox.opens_within(self.source) and opening
+        try:
+            within = sandbox.opens_within(self.source) and opening
+        except STOPS:
+            raise
+        except BaseException as error:  # it is no template, which the whole rendering says
+            raise Unknown from error
+        key = self.source, self._values, self._tools, within
         begin, done, items = 0, 0, dict[int, Message]()
         if after is not None:
             begin, done, items = after.boundaries.at, len(after.messages), {**after.items}

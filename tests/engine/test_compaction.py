@@ -21,7 +21,7 @@ from torch import Tensor
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.cache.pool import PagePool
-from mmkv.engine.compaction import Held, RowShifts, Run, turned, with_text, with_tokens
+from mmkv.engine.compaction import RowShifts, Run, Segments, turned, with_text, with_tokens
 from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
@@ -478,11 +478,13 @@ def place(runs: tuple[Run, ...], token: int) -> tuple[int, int]:
     return start, start + (run.extent or 1)
 
 
-def held_by(live: list[list[int]], *stands: Any, window: int, settles: int | None = None) -> Held:
+def held_by(
+    live: list[list[int]], *stands: Any, window: int, settles: int | None = None
+) -> Segments:
     pairs = [(row, token) for row, tokens in enumerate(live) for token in tokens]
     row, token = np.array(pairs, np.int64).reshape(-1, 2).T
     runs, shifts, seen, position = stands
-    return Held(row, token, runs, shifts, ROWS, seen, position, window, settles)
+    return Segments(row, token, runs, shifts, ROWS, seen, position, window, settles)
 
 
 def segments(

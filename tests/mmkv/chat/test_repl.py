@@ -381,7 +381,7 @@ def test_what_a_template_shows_otherwise_is_read_again_or_kept_and_told(
 # Where a turn of the chat may fail, in the order of the turn.
 PLACES = (
     (mmkv.turn, "take_media"),
-    (ChatTemplate, "render"),
+    (ChatTemplate, "go_on"),
     (QwenProcessor, "load_picture"),
     (QwenProcessor, "encode"),
     (RaggedCache, "fork"),
