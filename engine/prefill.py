@@ -154,7 +154,7 @@ class Prefill:
         """
         session, turn = self._session, self._turn
         engine = session.engine
-        grows = session.may_compact and engine.policy.evicts
+        grows = session.may_compact and session.may_cap
         if self.tokens <= self.chunk or not grows:
             session.require_context(self.tokens, turn.next_position)
             return

@@ -690,7 +690,7 @@ class CachedSequence:
                 self._held(self.engine.cache.entries(self.seq)), next_position
             )
             needs = held.longest
-            if needs <= most or (self._may_cap and held.rigid <= most >= limit // 2):
+            if needs <= most or (self.may_cap and held.rigid <= most >= limit // 2):
                 return True
         if limit < self.engine.spec.max_position:
             raise ContextError(
@@ -713,7 +713,7 @@ class CachedSequence:
         return limit
 
     @property
-    def _may_cap(self) -> bool:
+    def may_cap(self) -> bool:
         """Whether a row may lose entries since it is too long for the context.
 
         Down to half of that; a chunk or burst that needs more is refused instead.

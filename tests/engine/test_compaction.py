@@ -286,6 +286,9 @@ def test_what_cannot_fit_is_said_with_numbers() -> None:
     keeps.prefill({"input_ids": text_ids(LIMIT, 1)[None]})
     with pytest.raises(ContextError, match=r"less than 64 of them.*evicts from prompts"):
         keeps.decode(3)
+    with pytest.raises(ContextError, match="80 more tokens after 64"):  # before any is read
+        keeps.prefill({"input_ids": text_ids(80, 3)[None]})
+    assert keeps.seen == LIMIT
     engine = short_of("text3", "dbtrimkv", budget=40)
     session = engine.session()
     session.prefill({"input_ids": text_ids(LIMIT, 1)[None]})
