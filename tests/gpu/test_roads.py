@@ -175,7 +175,10 @@ def test_sessions_share_a_budget(card: Device | None) -> None:
     assert shared("cuda") == shared("cpu")
 
 
-def test_a_session_goes_on_behind_the_context(card: Device | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("budget", [8, 50])  # rows of up to 48 positions fit
+def test_a_session_goes_on_behind_the_context(
+    budget: int, card: Device | None, tmp_path: Path
+) -> None:
     folder = save_checkpoint(SMALL_CONTEXT, tmp_path)
 
     def said(device: str) -> list[Any]:
@@ -185,7 +188,7 @@ def test_a_session_goes_on_behind_the_context(card: Device | None, tmp_path: Pat
             device=device,
             dtype="float32",
             policy="dbtrimkv",
-            budget=8,
+            budget=budget,
             page_size=8,
             kv="auto",
         )
@@ -195,10 +198,11 @@ def test_a_session_goes_on_behind_the_context(card: Device | None, tmp_path: Pat
         for _ in range(6):
             made += session.engine.decode_many([session], [4], 9)
         session.prefill({"input_ids": text_ids(30, 2)[None]})
-        return [made, session.seen, session.engine.decode_many([session], [5], 5)]
+        last = session.engine.decode_many([session], [5], 5)
+        return [made, session.seen, session.capped, last]
 
     ours = said("cuda")
-    assert ours == said("cpu") and ours[1] > 64
+    assert ours == said("cpu") and ours[1] > 64 and (ours[2] > 0) == (budget > 8)
 
 
 def test_two_engines_in_two_threads(card: Device | None) -> None:
