@@ -697,7 +697,7 @@ class CachedSequence:
                 f"this session began with the short rope factors and cannot pass position "
                 f"{limit:,}; send the long text in the first prompt"
             )
-        why = f"one of its rows cannot take less than {needs:,} of them, and " if needs else ""
+        why = f"one of its rows needs {needs:,} even without gaps; " if needs else ""
         raise ContextError(
             f"{count:,} more tokens after {self.seen:,} reach position {next_position:,}, the "
             f"model was trained for {limit:,}; {why}shorten the prompt, start a new session, or "
