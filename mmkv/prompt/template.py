@@ -102,6 +102,13 @@ class ResumePoint:
     boundaries: Boundaries
 
 
+def _apart(value: Any) -> Any:
+    """Copy lists and dicts, which their owner may change; what they hold stays the same object."""
+    if isinstance(value, dict):
+        return {name: _apart(part) for name, part in value.items()}
+    return [_apart(part) for part in value] if isinstance(value, list) else value
+
+
 _LATEST = 4  # messages before which a checkpoint is looked for
 Layout = Callable[[list[Message], bool], RenderedConversation]
 # What every template is rendered with.
@@ -421,7 +428,7 @@ class ChatTemplate:
             return made
         stands = replace(made, text=text[cut : found.written]).length
         first = [] if after is None else after.messages
-        before = [*first, *map(dict, messages[done : places[found.at]])]
+        before = [*first, *map(_apart, messages[done : places[found.at]])]
         kept = {at: items[at] for at in (0, 1, found.at - 1) if at < found.at}
         return replace(made, checkpoint=ResumePoint(before, stands, key, kept, found))
 

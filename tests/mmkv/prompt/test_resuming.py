@@ -430,12 +430,16 @@ def test_a_turn_touches_no_old_messages(
 
 def test_a_changed_message_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with_template(engine, CHATML)
-    script(monkeypatch, engine, ["yes"] * 5)
+    script(monkeypatch, engine, ["yes"] * 6)
     with engine.session() as session:
         for turn in range(4):
             list(session.send(f"and {turn}?"))
         session.history[1]["content"] = "no"
-        list(session.send("well?"))
-        text = "".join(piece.text or "" for piece in session.held.pieces or ())
-        whole = engine.processor.template.render(session.history[:-1], True).replace(CUT, "")
-        assert "no<|im_end|>" in text and text == whole + "yes"
+        part = {"type": "text", "text": "and 1?"}
+        session.history[2]["content"] = [part]
+        for words in ("so?", "well?"):  # inside a message, too
+            part["text"] = words
+            list(session.send(words))
+            text = "".join(piece.text or "" for piece in session.held.pieces or ())
+            whole = engine.processor.template.render(session.history[:-1], True).replace(CUT, "")
+            assert "no<|im_end|>" in text and text.count(words) == 2 and text == whole + "yes"
