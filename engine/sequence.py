@@ -554,7 +554,7 @@ class CachedSequence:
                 self.recount_meter()
             self.entries = int(self.engine.cache.length[self.seq].sum())
             before, self.evicted = self.evicted, seen * self.engine.spec.rows - self.entries
-            self.evicted_nan = min(nan, self.evicted)
+            self.evicted_nan, self.capped = min(nan, self.evicted), min(self.capped, self.evicted)
             if recorder is not None:
                 self._rewind(recorder, seen, before)
 
@@ -687,7 +687,7 @@ class CachedSequence:
         needs = 0
         if self.may_compact and self.runs is not None and self.seen:
             held, most = self._fitted(
-                self._held(self.engine.cache.entries(self.seq)), next_position
+                self._segments(self.engine.cache.entries(self.seq)), next_position
             )
             needs = held.longest
             if needs <= most or (self.may_cap and held.rigid <= most >= limit // 2):
@@ -720,7 +720,7 @@ class CachedSequence:
         """
         return self.engine.policy.evicts and not self.engine.policy.keeps_prompt
 
-    def _held(self, entries: Entries) -> Segments:
+    def _segments(self, entries: Entries) -> Segments:
         """Return where the entries of the session stand, ``entries`` being all of them."""
         cache, runs = self.engine.cache, self.runs
         assert runs is not None
@@ -773,7 +773,7 @@ class CachedSequence:
         if not self.require_context(count, next_position):
             return 0
         entries = self.engine.cache.entries(self.seq)
-        held, most = self._fitted(self._held(entries), next_position)
+        held, most = self._fitted(self._segments(entries), next_position)
         if held.longest > most:
             held = self._cap(held, entries, most)
             entries = self.engine.cache.entries(self.seq)
@@ -800,7 +800,7 @@ class CachedSequence:
         self.count_evicted(victims.numel(), nan)
         self.capped += victims.numel()
         self.runs = held.runs
-        return self._held(engine.cache.entries(self.seq))
+        return self._segments(engine.cache.entries(self.seq))
 
     @property
     def may_compact(self) -> bool:

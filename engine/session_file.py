@@ -284,6 +284,7 @@ def check_state(state: State, engine: Runtime) -> None:
         "entries and evicted do not add up to the tokens seen": state.entries + state.evicted
         != every,
         "evicted_nan is above evicted": state.evicted_nan > state.evicted,
+        "capped is above evicted": state.capped > state.evicted,
         "pictures do not follow each other": sorted(edges) != edges
         or any(start == stop for start, stop in state.pictures),
         "runs do not follow each other": not _in_order(state),
