@@ -71,6 +71,12 @@ class InputError(MmkvError):
     """Malformed model inputs: pictures, videos, token ids, messages, requests."""
 
 
+class ForgottenError(MmkvError):
+    """An answer is refused, since too much of what it may need has been forgotten."""
+
+    status, code = 409, "forgotten"  # over HTTP
+
+
 def plain(text: str, keep: str = "\n\t") -> str:
     """Return text of others as a terminal may show it: codes that steer it become escapes.
 

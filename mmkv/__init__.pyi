@@ -9,6 +9,7 @@ from .engine.config import EngineConfig as EngineConfig
 from .engine.errors import BudgetError as BudgetError
 from .engine.errors import CapacityError as CapacityError
 from .engine.errors import ContextError as ContextError
+from .engine.errors import ForgottenError as ForgottenError
 from .engine.errors import GateError as GateError
 from .engine.errors import InputError as InputError
 from .engine.errors import MmkvError as MmkvError

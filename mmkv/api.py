@@ -36,6 +36,7 @@ from mmkv.thoughts import marks_if_first
 from mmkv.turn import Prompt, shown_tools
 
 if TYPE_CHECKING:
+    from mmkv.calibration import LossControl
     from mmkv.engine.model.families.base import Family
     from mmkv.engine.model.gates import Gates, WriteGates
     from mmkv.engine.model.spec import DecoderSpec
@@ -53,15 +54,18 @@ class Engine(Runtime):
     prompts; each reply is what it would be alone.
 
     Attributes:
+        pixels: least and most of a picture, for models that take any size; None: the checkpoint's.
         generation: the settings of the checkpoint's generation_config.json.
         forget_thoughts: whether new sessions drop the entries of thoughts that are over.
+        loss_control: what :meth:`certify` has begun, or None.
     """
 
     _source: str | Path | None = None
-    _pixels: tuple[int | None, int | None] = (None, None)
+    pixels: tuple[int | None, int | None] = (None, None)
     _processor: Processor | None = None
     generation: Generation = Generation()
     forget_thoughts: bool = False
+    loss_control: LossControl | None = None
 
     @classmethod
     def from_pretrained(
@@ -113,7 +117,7 @@ class Engine(Runtime):
         config, note = with_shipped_gates(config)  # of a checkpoint that is here already
         engine = super().from_config(config, progress, pictures=pictures)
         engine.policy_note = engine.policy_note or note
-        engine._source, engine._pixels = config.checkpoint(), (min_pixels, max_pixels)
+        engine._source, engine.pixels = config.checkpoint(), (min_pixels, max_pixels)
         if generation_config:
             engine.generation = read_generation(engine._source, engine.spec.max_position)
         return engine
@@ -135,6 +139,31 @@ class Engine(Runtime):
         engine.policy_note = engine.policy_note or note
         return engine
 
+    def certify(
+        self,
+        calibration: str | Path,
+        on_risk: str = "say",
+        reread_budget: Budget | float | str | None = None,
+    ) -> LossControl:
+        """Weigh all replies of sessions opened from now on against a file of ``mmkv calibrate``.
+
+        The promise is that of :mod:`mmkv.calibration`: for sessions under the engine's own budget,
+        and dialogues like the calibration's.
+
+        Args:
+            on_risk: what is done with a doubtful reply: ``say`` (a note), ``reread`` (the reply is
+                drawn from the conversation read again, the session itself goes on as it is), or
+                ``refuse`` (:class:`mmkv.ForgottenError`; the session is as it was).
+            reread_budget: of conversations that are read again; None: all entries stay.
+
+        Raises:
+            InputError: it cannot be read, or holds for other settings; BudgetError: the budget.
+        """
+        from mmkv.calibration import LossControl
+
+        self.loss_control = LossControl(self, calibration, on_risk, reread_budget)
+        return self.loss_control
+
     @property
     def processor(self) -> Processor:
         """Return tokenizer, template and picture processing.
@@ -155,7 +184,7 @@ class Engine(Runtime):
     def _load_processor(self) -> Processor:
         if self._source is None:
             raise InputError("this engine was built without a checkpoint; set engine.processor")
-        return load_processor(self._source, *self._pixels)
+        return load_processor(self._source, *self.pixels)
 
     @property
     def default_sampling(self) -> Settled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from mmkv.engine.options import option
 from mmkv.loading import UsageError, model_name
 
 if TYPE_CHECKING:
+    from mmkv.api import Engine
     from mmkv.calls.tools import Tool
     from mmkv.sampling import Sampling
 
@@ -153,6 +155,17 @@ class ChatOptions:
     forget_thoughts: bool = option(
         "Drop the cached entries of a thought when its reply is complete.", False
     )
+    calibration: str | None = option(
+        "Weigh each answer against this file of mmkv calibrate: at most so many are lost to "
+        "forgetting.",
+    )
+    on_risk: str | None = option(
+        "What becomes of an answer that is doubtful: say (the default), reread the conversation "
+        "for it, or refuse it.",
+    )
+    reread_budget: str | None = option(
+        "Budget of conversations that are read again: 1024, 50% or 64MiB (default: all entries).",
+    )
     no_stream: bool = option("Print replies whole.", False, panel=OUTPUT)
     plain: bool = option(
         "Show replies as plain text, without rendering Markdown.", False, panel=OUTPUT
@@ -185,6 +198,14 @@ class ChatOptions:
         for one, other, wrong in _EXCLUSIVE:
             if one in given and other in given:
                 raise UsageError(wrong)
+        for name in ("on_risk", "reread_budget"):
+            if getattr(self, name) is not None and self.calibration is None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} is a part of --calibration FILE; give that, too")
+        if self.on_risk not in (None, "say", "reread", "refuse"):
+            raise UsageError(f"--on-risk {self.on_risk!r} cannot be; give say, reread or refuse")
+        if self.reread_budget is not None and self.on_risk != "reread":
+            raise UsageError("--reread-budget is a part of --on-risk reread; give that, too")
         try:
             if self.pixel_limit is not None:
                 from mmkv.prompt.media import set_pixel_limit
@@ -193,6 +214,14 @@ class ChatOptions:
             self.sampling()
         except InputError as error:
             raise UsageError(str(error)) from error
+
+    def certify(self, engine: Engine, note: Callable[[str], None]) -> None:
+        """Weigh the engine's answers against the calibration, if one is named. Raises MmkvError."""
+        if self.calibration is not None:
+            given = self.calibration, self.on_risk or "say", self.reread_budget
+            control = engine.certify(*given)
+            alarm = control.drift.missing
+            note(f"calibrated: {control.calibration.promise}" + (f"; {alarm}" if alarm else ""))
 
     def sampling(self) -> Sampling:
         """Return the sampling settings; what is not given is None. Raises InputError."""

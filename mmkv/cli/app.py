@@ -152,7 +152,15 @@ CHUNK_ON_CPU = 256
 
 @arguments.engine_options()
 @arguments.server_options
-@arguments.chat_options("generation_config", "min_pixels", "max_pixels", "quiet")
+@arguments.chat_options(
+    "generation_config",
+    "min_pixels",
+    "max_pixels",
+    "calibration",
+    "on_risk",
+    "reread_budget",
+    "quiet",
+)
 def serve(
     context: typer.Context,
     engine: EngineConfig,
@@ -165,6 +173,7 @@ def serve(
 
     require_packages()
     _require_agreement(context, settings)
+    options.check()
     if settings.process_memory is not None:
         settings = _with_cache_inside(context, settings, settings.process_memory)
     model, terminal = model_name(engine), Terminal(options.quiet)
@@ -187,7 +196,8 @@ def serve(
             max_pixels=options.max_pixels,
             generation_config=options.generation_config,
         )
-        if engine.device.type == "cpu" and not chosen:
+        # A calibration holds for the chunks that it was made with.
+        if engine.device.type == "cpu" and not chosen and options.calibration is None:
             engine.prefill_chunk = CHUNK_ON_CPU
         if settings.forget_thoughts:
             engine.require_thoughts("--forget-thoughts")
@@ -195,6 +205,7 @@ def serve(
         if settings.shared_budget is not None:
             shared = settings.shared_floor, settings.shared_by_risk
             engine.share(settings.shared_budget, *shared)
+        options.certify(engine, terminal.note)
         return engine
 
     if settings.replicas is None:
@@ -278,7 +289,7 @@ def _gpus(device: str) -> int:
 
 
 # What training and eval register in mmkv's own pyproject.toml, in the group mmkv.commands.
-_REGISTERED = ("distill", "bench", "eval", "mmdu")
+_REGISTERED = ("distill", "calibrate", "bench", "eval", "mmdu")
 
 
 class _Commands(TyperGroup):
