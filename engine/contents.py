@@ -44,6 +44,8 @@ class Memory:
             older mmkv, or was cut back far.
         over_risk: whether the risk is above its bound, and the budget cannot grow.
         risk_unknown: whether a budget that follows the risk stands still, as there is none.
+        escalated: what has become of the latest answer where a calibration finds it doubtful:
+            ``said``, ``reread`` or ``not_reread`` (:class:`mmkv.calibration.Weighing`).
         vision_bytes: features of pictures that are kept for when the same come again: of this
             session and of all others with its salt, which share them. It says nothing of the
             session alone, so two that are equal may differ in it.
@@ -67,6 +69,7 @@ class Memory:
     over_risk: bool = False
     risk_unknown: bool = False
     worn: bool = False
+    escalated: str | None = None
 
     @property
     def physical_bytes(self) -> int:

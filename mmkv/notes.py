@@ -32,6 +32,14 @@ _SCENES_ALONE = (
     f"cells of 32 pixels); what it says of another picture means nothing; {PHOTOS} names what is "
     "in a photograph (mmkv models)"
 )
+_ESCALATED = {
+    "said": "much of what the latest answer may need had been forgotten: it may be wrong "
+    "(--on-risk reread reads the conversation again for such answers)",
+    "reread": "the latest answer comes from the conversation read again: much of it had been "
+    "forgotten",
+    "not_reread": "much of what the latest answer may need had been forgotten, and the "
+    "conversation could not be read again: it may be wrong",
+}
 _NO_TIMES = "this model's prompts hold no times of {}: at was not written"
 
 
@@ -117,6 +125,8 @@ def _memory_notes(memory: Memory) -> Iterator[Note]:
             f"may be made up; a larger --budget-max keeps more (risk is {RISK})",
             "risk",
         )
+    if memory.escalated is not None:
+        yield Note(_ESCALATED[memory.escalated], f"escalated {memory.tokens_seen}")
     if memory.evicted_nan:
         what = "dropped entries had a score that is no number: check the gates"
         yield Note(f"{memory.evicted_nan:,} {what}", "nan")

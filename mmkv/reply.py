@@ -19,7 +19,16 @@ import torch
 from mmkv.calls.parser import CallFilter, ReplyParser, parse
 from mmkv.calls.tools import Tool, ToolCall
 from mmkv.detokenizer import Detokenizer, StopStrings, token_bytes
-from mmkv.engine.errors import BROKEN, STOPS, InputError, NotFiniteError, as_exception, shown
+from mmkv.engine.errors import (
+    BROKEN,
+    STOPS,
+    BudgetError,
+    ContextError,
+    InputError,
+    NotFiniteError,
+    as_exception,
+    shown,
+)
 from mmkv.engine.steps import BURST, next_ids
 from mmkv.grammar import ReplyRules
 from mmkv.sampling import Sampler, Sampling, likeliest_of
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
     from mmkv.engine.backends.cuda.kernels.sample import Draw
     from mmkv.engine.contents import Memory
     from mmkv.engine.sequence import CachedSequence
+    from mmkv.session import Session
 
 
 T = TypeVar("T")
@@ -115,9 +125,9 @@ class ReplyWriter:
     ``unfed`` is the token that was sampled but that the session does not hold yet: part of the
     reply, so it must be appended before the next turn. ``failure``: why the reply ended where no
     token could be chosen or written; ``finish_reason`` is ``interrupted`` then.
-    ``looks_at_logits``: whether a token depends on more than :attr:`draw`. ``scored``: where
-    log probabilities were asked for, a row per token that was not taken yet: those of the model,
-    before bias, penalties, grammar, temperature, top-p and top-k.
+    ``limit``: the most tokens of the reply. ``looks_at_logits``: whether a token depends on more
+    than :attr:`draw`. ``scored``: where log probabilities were asked for, a row per token that was
+    not taken yet: those of the model, before bias, penalties, grammar, temperature, top-p, top-k.
 
     Args:
         engine: whose tokenizer, grammars and ends of replies count.
@@ -174,7 +184,7 @@ class ReplyWriter:
             self._before = tokenizer("a", add_special_tokens=False)["input_ids"]
             self._detokenizer.follow(self._before)
         drawn = self._sampler.sampling
-        self._stops, self._limit = StopStrings(drawn.stop), drawn.max_new_tokens
+        self._stops, self.limit = StopStrings(drawn.stop), drawn.max_new_tokens
         # At every token: for stop strings, and for what the GPU's sampler cannot do.
         bound = self._constraint is not None or settings.top_logprobs is not None
         self.looks_at_logits = bound or bool(drawn.bad_words or settings.bias)
@@ -219,15 +229,17 @@ class ReplyWriter:
                 end = count
         return end
 
-    def begin(self, logits: torch.Tensor, read: int) -> int | None:
-        """Sample the first token; the one to feed next, or None when the reply ends.
+    def start(self, read: int) -> None:
+        """Make ready for the first token.
 
         Args:
-            logits: ``[vocab]`` of the prompt's last token.
             read: a bit for each id before the reply, as the session has them (``read_ids``).
         """
         self._sampler.begin(read)
         self._bound_thought()
+
+    def draw_from(self, logits: torch.Tensor) -> int | None:
+        """Sample a token from ``logits`` [vocab]; the one to feed next, or None when it ends."""
         return self.put(self.choose(logits))
 
     @property
@@ -298,7 +310,7 @@ class ReplyWriter:
         """Return how many more tokens may be decoded before this has to look at them."""
         if self._looks or self._forced:
             return 1
-        left = self._limit - len(self.token_ids)
+        left = self.limit - len(self.token_ids)
         if self._thought is None or self._thought.over:
             return left
         assert self._budget is not None
@@ -351,7 +363,7 @@ class ReplyWriter:
         if self._stops.hit:
             self.finish("stop")
             return None
-        if len(self.token_ids) >= self._limit:
+        if len(self.token_ids) >= self.limit:
             self.finish("length")
             return None
         self._mark = time.perf_counter()
@@ -513,16 +525,25 @@ class ReplyWriter:
         )
 
 
-def step(
-    engine: Engine, going: Sequence[tuple[CachedSequence, ReplyWriter, int]]
-) -> list[int | None]:
+PAUSED = -3  # in place of a token: the conversation is to be read again first
+
+
+def following(session: Session, writer: ReplyWriter, logits: torch.Tensor) -> int | None:
+    """Choose the token that follows in a reply; PAUSED where :meth:`Session.weigh` says so."""
+    if writer.attempt(session.weigh, logits):
+        return PAUSED
+    return None if writer.failure is not None else writer.draw_from(logits)
+
+
+def step(engine: Engine, going: Sequence[tuple[Session, ReplyWriter, int]]) -> list[int | None]:
     """Append each reply's token and choose what follows.
 
     Args:
         going: session, writer and the token that the session does not hold yet.
 
     Returns:
-        per reply the token to feed next, None where it has ended (or failed: see its writer).
+        per reply the token to feed next, None where it has ended (or failed: see its writer),
+        PAUSED where the conversation is to be read again before the next is chosen.
         What a writer raises is its own failure; the sessions of all hold their tokens by then.
 
     Raises:
@@ -533,14 +554,17 @@ def step(
         writer.feeding()
     steps = _ahead(engine, sessions, writers)
     if steps < 2:
-        following: list[int | None] = []
         with engine.lock:  # the logits are read back before another thread's step
-            logits = engine.decode(sessions, tokens)
-            chosen = _chosen(engine, sessions, writers, logits)
-        for writer, token in zip(writers, chosen, strict=True):
+            if engine.loss_control is None:
+                chosen = _chosen(engine, sessions, writers, engine.decode(sessions, tokens))
+            else:
+                chosen = _weighed(engine, sessions, writers, tokens)
+        for writer in writers:
             writer.unfed = None  # the session holds it now
-            following.append(None if token is None else writer.attempt(writer.put, token))
-        return following
+        return [
+            writer.attempt(writer.put, token) if token not in (None, PAUSED) else token
+            for writer, token in zip(writers, chosen, strict=True)
+        ]
     draws = [writer.draw for writer in writers]
     try:
         generated = engine.decode_many(
@@ -556,6 +580,41 @@ def step(
         writer.attempt(writer.take_burst, row)
         for writer, row in zip(writers, generated, strict=True)
     ]
+
+
+def _weighed(
+    engine: Engine,
+    sessions: Sequence[Session],
+    writers: Sequence[ReplyWriter],
+    tokens: Sequence[int],
+) -> list[int | None]:
+    """Append a token to each session and choose what follows, as a calibration has it.
+
+    A reply whose conversation was read again goes on from that, which gets the token, too; where
+    there is no room for that any more, without it. None is chosen where it is to be read again
+    first, or where the reply is refused.
+    """
+    again = {at: one.again for at, one in enumerate(sessions) if one.again is not None}
+    every = [*sessions, *again.values()], [*tokens, *(tokens[at] for at in again)]
+    try:
+        logits = engine.decode(*every)
+    except (BudgetError, ContextError) as error:  # nothing has changed
+        if not again:
+            raise
+        for at in again:
+            sessions[at].settle("not_reread", str(error))
+        return _weighed(engine, sessions, writers, tokens)
+    rows = {at: len(sessions) + place for place, at in enumerate(again)}
+    logits = logits[[rows.get(at, at) for at in range(len(sessions))]]
+    read = [again.get(at, one) for at, one in enumerate(sessions)]
+    pauses = [
+        writer.attempt(session.weigh, row)
+        for session, writer, row in zip(sessions, writers, logits, strict=True)
+    ]
+    on = [at for at, writer in enumerate(writers) if not pauses[at] and writer.failure is None]
+    given = [read[at] for at in on], [writers[at] for at in on], logits[on]
+    chosen = dict(zip(on, _chosen(engine, *given), strict=True)) if on else {}
+    return [PAUSED if paused else chosen.get(at) for at, paused in enumerate(pauses)]
 
 
 def _chosen(
@@ -588,11 +647,9 @@ def _chosen(
     ]
 
 
-def _ahead(
-    engine: Engine, sessions: Sequence[CachedSequence], writers: Sequence[ReplyWriter]
-) -> int:
+def _ahead(engine: Engine, sessions: Sequence[Session], writers: Sequence[ReplyWriter]) -> int:
     """Return how many steps all replies can take before the host has to look."""
-    if engine.many_path != "graph":
+    if engine.many_path != "graph" or engine.loss_control is not None:
         return 1
     positions = engine.spec.max_position - max(session.next_position for session in sessions)
     if positions < 1:  # one step, before which they are drawn together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from mmkv.calls.tools import Tool
-from mmkv.engine.errors import ContextError, SessionError
+from mmkv.engine.errors import ContextError, ForgottenError, MmkvError, SessionError
 from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import checked_extra
 from mmkv.notes import MOST_TOLD, conversation_notes
-from mmkv.prompt.held import Held, Place, Rewrites
+from mmkv.prompt.held import MOST_TO_REREAD, Held, Place, Rewrites
 from mmkv.prompt.messages import joined
 from mmkv.prompt.special import tokenize
 from mmkv.prompt.video import FramesSeen
-from mmkv.reply import LogitSettings, Reply, ReplyWriter, step
+from mmkv.reply import PAUSED, LogitSettings, Reply, ReplyWriter, following, step
 from mmkv.sampling import Sampling, Settled
 from mmkv.turn import (
     Observation,
@@ -32,13 +33,16 @@ from mmkv.turn import (
     Prompt,
     TurnReading,
     compose,
+    compose_messages,
     compose_observation,
     compose_results,
     shown_tools,
+    with_tokens,
 )
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
+    from mmkv.calibration import Outcome, Watched, Weighing
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory
     from mmkv.explain.snapshot import Frame
@@ -91,7 +95,7 @@ class ReplyStream(Iterator[str]):
 
 Progress = Callable[[int, int], None]
 # What belongs to the object and not to the state of its conversation.
-_OWN = ("_claim", "_streaming", "_in_stream", "undo_depth", "rewrites", "forget_thoughts")
+_OWN = tuple("_claim _streaming _in_stream undo_depth rewrites forget_thoughts watched".split())
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,9 @@ class Session(CachedSequence):
     dropped once the reply is over; the engine's setting at first. The history then has the answer
     alone. ``undo_depth``: how many turns :meth:`undo` can take back; each costs a copy of the
     cache, so it is 0 unless asked for. ``unfed``: tokens of the latest reply that the cache lacks.
+    ``weighing``: of the latest reply against a calibration; ``again``: the conversation read again
+    under a larger budget, from which the reply at hand goes on; ``keeps_media``: whether pictures
+    are held for that; ``watched``: see :class:`mmkv.calibration.Drift`.
 
     From the first piece of a stream to its end only the stream changes the session: another call
     raises :class:`SessionError`, unless it reads or closes the session. Threads may share an
@@ -149,6 +156,13 @@ class Session(CachedSequence):
         self._streaming = False  # from the first piece of a stream to its end
         self._in_stream = False  # while a piece of it is made
         self._turn_mark = object()  # another one after each turn
+        self.weighing: Weighing | None = None
+        self.watched: Watched | None = None
+        self.again: Session | None = None
+        self._reply_from = 0  # tokens seen when the latest reply began
+        self._before_turn: Session | None = None  # where a reply that is refused goes back to
+        control = engine.loss_control
+        self.keeps_media = control is not None and control.action == "reread"
 
     def send(
         self,
@@ -275,7 +289,7 @@ class Session(CachedSequence):
             tokens = 0
             if made.turn is not None:
                 tokens = made.turn.tokens
-                self._append(made.turn, progress, undoable)
+                self._append(made.turn, progress, undoable, answers=False)
             self.end_observation(made)
             counts, memory = (tokens, made.frames, made.skipped, self.next_position), self.memory()
             return Observed(*counts, memory, conversation_notes(*self.told, memory))
@@ -332,7 +346,8 @@ class Session(CachedSequence):
             other.unfed, other.undo_depth = self.unfed, self.undo_depth
             other.held, other.rewrites, other._cuts = self.held.copy(), self.rewrites, self._cuts
             other.forget_thoughts = self.forget_thoughts
-            other._turn_mark = self._turn_mark
+            other._turn_mark, other.watched = self._turn_mark, self.watched
+            other.weighing = self.weighing
             return other
 
     def fork_apart(self) -> Session:
@@ -394,7 +409,9 @@ class Session(CachedSequence):
     def memory(self) -> Memory:
         """Return physical memory, entries, and how the cache differs from a fresh rendering."""
         told = [self.held.differs, self.held.forgotten]
-        return replace(super().memory(), differs="; ".join(filter(None, told)) or None)
+        differs = "; ".join(filter(None, told)) or None
+        escalated = None if self.weighing is None else self.weighing.outcome
+        return replace(super().memory(), differs=differs, escalated=escalated)
 
     def tell(self, notes: Sequence[str]) -> None:
         """Add notes on what was read, for the user; the latest few are kept."""
@@ -415,6 +432,9 @@ class Session(CachedSequence):
         with self.engine.lock:
             while self._snapshots:
                 self._snapshots.pop().close()
+            self.close_again()
+            if self._before_turn is not None:
+                self._before_turn.close()
             super().close()
 
     def __enter__(self) -> Self:
@@ -449,19 +469,7 @@ class Session(CachedSequence):
 
     def with_unfed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put the tokens of the latest reply that the cache lacks before the new ones."""
-        if not self.unfed:
-            return inputs
-        front = torch.tensor([self.unfed])
-        fills = {
-            "input_ids": front,
-            "attention_mask": torch.ones_like(front),
-            "mm_token_type_ids": torch.zeros_like(front),
-            "token_type_ids": torch.zeros_like(front),
-        }
-        return {
-            key: torch.cat([fills[key].to(value.dtype), value], dim=1) if key in fills else value
-            for key, value in inputs.items()
-        }
+        return with_tokens(inputs, self.unfed, behind=False)
 
     def _stream(
         self, turn: Prompt, drawn: Settled, settings: LogitSettings, progress: Progress | None
@@ -496,8 +504,12 @@ class Session(CachedSequence):
         self.begin_reply(turn, settings.rules.notes)
         try:
             CtrlC.check()
-            token = writer.begin(logits, self.read_ids)
+            writer.start(self.read_ids)
+            token = following(self, writer, logits)
             while token is not None:
+                if token == PAUSED:
+                    token = writer.draw_from(self._read_again(turn, writer, progress))
+                    continue
                 if piece := writer.take():
                     yield piece
                 (token,) = step(self.engine, [(self, writer, token)])
@@ -570,6 +582,8 @@ class Session(CachedSequence):
         if turn.tools is not None:
             self.tools = turn.tools
         self.note = "; ".join(filter(None, [self.note, *notes])) or None
+        self._reply_from = self.seen
+        self.begin_weighing()
 
     def _take_in(self, messages: Sequence[Message], reading: TurnReading | None) -> None:
         """Note that ``messages`` are in the cache, but for a reply, of which there is nothing."""
@@ -589,7 +603,10 @@ class Session(CachedSequence):
     def note_read(self, read: Read, differs: str | None = None) -> None:
         """Note the text of a prompt that is in the cache."""
         self.held.add_prompt(read, self.place)
-        self.held.let_go(read.loose)
+        if self.keeps_media:
+            self.held.let_go(sys.maxsize, MOST_TO_REREAD)
+        else:
+            self.held.let_go(read.loose)
         self.held.differs = differs or self.held.differs
 
     def note_reply(self, writer: ReplyWriter, text: str) -> str:
@@ -598,6 +615,7 @@ class Session(CachedSequence):
         Returns:
             what the history has of it: the answer alone where the thought is forgotten.
         """
+        self.end_weighing(writer)
         self.unfed = () if writer.unfed is None else (writer.unfed,)
         fed = writer.token_ids if writer.unfed is None else writer.token_ids[:-1]
         thought = writer.thought if self.forget_thoughts and writer.failure is None else None
@@ -639,7 +657,11 @@ class Session(CachedSequence):
         with self.engine.lock:
             if self.closed:
                 return False
-            if self.undo_depth and self._snapshots:
+            self.close_again()
+            if self._before_turn is not None:
+                before, self._before_turn = self._before_turn, None
+                self._become(before)
+            elif self.undo_depth and self._snapshots:
                 self._become(self._snapshots.pop())
             elif start.cuts != self._cuts or not self.rewind(start.state):
                 return False
@@ -650,15 +672,17 @@ class Session(CachedSequence):
             return True
 
     def _append(
-        self, turn: Prompt, progress: Progress | None, undoable: bool = True
+        self, turn: Prompt, progress: Progress | None, undoable: bool = True, answers: bool = True
     ) -> torch.Tensor:
-        """Prefill a turn whole, or leave the session as it was."""
+        """Prefill a turn whole, or leave the session as it was; ``answers``: a reply follows."""
         reading = turn.reading
         assert reading is not None
         appends = reading.plan is None
         frames = self._frames(reading) if appends else []  # what fails here changes nothing
         kept = bool(self.undo_depth) and undoable
-        if appends and not kept and turn.tokens <= self.engine.prefill_chunk:
+        control = self.engine.loss_control if answers else None
+        refuses = control is not None and control.action == "refuse"
+        if appends and not (kept or refuses) and turn.tokens <= self.engine.prefill_chunk:
             # One chunk: the engine undoes it itself when it fails. A Ctrl-C meanwhile is
             # delivered once the turn stands in the history, as an interrupted empty reply.
             logits = self.prefill(turn.inputs, progress)
@@ -681,10 +705,113 @@ class Session(CachedSequence):
             raise
         if kept:
             self._remember(snapshot)
+        elif refuses:
+            self._before_turn = snapshot
         else:
             snapshot.close()
         self._show(frames)
         return logits
+
+    def begin_weighing(self) -> None:
+        """Begin to weigh the reply to what has been read, where there is a calibration."""
+        control = self.engine.loss_control
+        self.weighing = None if control is None else control.begin(self)
+
+    def weigh(self, logits: torch.Tensor) -> bool:
+        """Weigh the next token of the reply; whether the conversation is to be read again first.
+
+        Args:
+            logits: ``[vocab]``.
+
+        Raises:
+            ForgottenError: the reply is refused.
+        """
+        control, weighing = self.engine.loss_control, self.weighing
+        if control is None or weighing is None or weighing.outcome is not None:
+            return False
+        try:
+            if not control.doubtful(weighing, logits):
+                return False
+        except ForgottenError:
+            self.watched = control.end(self.watched, weighing)
+            raise
+        if control.action == "say":
+            self.settle("said")
+        return control.action == "reread"
+
+    def settle(self, outcome: Outcome, why: str = "") -> None:
+        """Note what becomes of a reply that is doubtful."""
+        control = self.engine.loss_control
+        assert control is not None and self.weighing is not None
+        if outcome != "reread":
+            self.close_again()
+        control.settle(self.weighing, outcome, why)
+
+    def open_again(self) -> Session:
+        """Open :attr:`again`, an empty session under the budget of second readings."""
+        control = self.engine.loss_control
+        assert control is not None
+        self.again = self.engine.session(control.reread_budget)
+        self.again.keeps_media = False
+        return self.again
+
+    def whole_prompt(self, turn: Prompt, again: Session) -> dict[str, torch.Tensor]:
+        """Return model inputs of the conversation up to the reply that has begun, for ``again``.
+
+        Args:
+            turn: the latest one.
+
+        Raises:
+            MmkvError: its pictures or videos are not at hand, or it cannot be read so.
+        """
+        if turn.tokens == self._reply_from:  # all that there is
+            return turn.inputs
+        media, (*messages, begun) = self.held.all_media, self.history
+        if media is None:
+            raise SessionError("its pictures or videos are not at hand any more")
+        made = compose_messages(again, messages, lambda: media, begun["content"], self.tools)
+        return made.inputs
+
+    def _read_again(
+        self, turn: Prompt, writer: ReplyWriter, progress: Progress | None
+    ) -> torch.Tensor:
+        """Return the logits [vocab] that a doubtful reply goes on from: of :attr:`again`, or its
+        own where the conversation cannot be read again.
+        """
+
+        def report(done: int, total: int) -> None:
+            CtrlC.check()
+            if progress is not None:
+                progress(done, total)
+
+        assert self.weighing is not None and self.weighing.logits is not None
+        own = self.weighing.logits
+        try:
+            again = self.open_again()
+            inputs = with_tokens(self.whole_prompt(turn, again), writer.token_ids)
+            logits = again.prefill(inputs, report)
+        except MmkvError as error:
+            self.settle("not_reread", str(error))
+            return own
+        self.settle("reread")
+        return logits
+
+    def end_weighing(self, writer: ReplyWriter) -> None:
+        """Let go what a reply was weighed with, now that it is over."""
+        self.close_again()
+        if self._before_turn is not None:
+            self._before_turn.close()
+            self._before_turn = None
+        control, weighing = self.engine.loss_control, self.weighing
+        whole = writer.finish_reason != "interrupted"
+        if control is not None and weighing is not None and (whole or weighing.outcome is not None):
+            self.watched = control.end(self.watched, weighing)
+
+    def close_again(self) -> None:
+        """Let the second reading of the conversation go."""
+        if self.again is not None:
+            self.again.close()
+            self.again = None
 
     def _frames(self, reading: TurnReading) -> list[tuple[int, Frame, int]]:
         """Encode the pictures of a turn that comes next for the recorder, if there is one."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from mmkv.calls.tools import Tool, ToolCall
@@ -577,6 +578,26 @@ def text_before_media(processor: Processor, plan: Plan) -> list[int]:
     if not text:
         return []
     return processor.encode(text, continuing=plan.start.seen > 0)["input_ids"][0].tolist()
+
+
+def with_tokens(
+    inputs: dict[str, Tensor], ids: Sequence[int], behind: bool = True
+) -> dict[str, Tensor]:
+    """Return inputs of one row with tokens of text behind theirs, or before them."""
+    if not ids:
+        return inputs
+    more = torch.tensor([list(ids)])
+    fills = {
+        "input_ids": more,
+        "attention_mask": torch.ones_like(more),
+        "mm_token_type_ids": torch.zeros_like(more),
+        "token_type_ids": torch.zeros_like(more),
+    }
+    made = dict(inputs)
+    for key in fills.keys() & inputs.keys():
+        parts = [inputs[key], fills[key].to(inputs[key].dtype)]
+        made[key] = torch.cat(parts if behind else parts[::-1], dim=1)
+    return made
 
 
 def without_first(inputs: dict[str, Tensor], tokens: int) -> dict[str, Tensor]:

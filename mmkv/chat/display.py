@@ -207,6 +207,7 @@ def record(session: Session, model: str) -> dict[str, Any]:
         "risk": memory.risk,
         "over_risk": memory.over_risk,
         "risk_unknown": memory.risk_unknown,
+        "escalated": memory.escalated,
         "notes": session.notes,
         "memory": {
             "pages": memory.pages,

@@ -172,6 +172,9 @@ def _stats(repl: Repl, _: str) -> None:
 
 def _memory(repl: Repl, _: str) -> None:
     repl.display.say(memory_line(repl.session))
+    if repl.engine.loss_control is not None:
+        control = repl.engine.loss_control
+        repl.display.say(f"{control.calibration.promise}; {control.describe()}")
     if differs := repl.session.memory().differs:
         repl.display.say(differs)
 

@@ -62,6 +62,7 @@ def run_chat(options: ChatOptions) -> int:
         memory=options.memory,
     )
     _choose_template(engine, options)
+    options.certify(engine, display.note)
     read = engine.processor.load_clip
     videos = [read(video, options.fps, options.num_frames) for video in options.video]
     if prompt is not None and not options.interactive:

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 Rewrites = Literal["reread", "keep"]
 # Bytes of loaded pictures and videos that a session holds, in case a later turn changes them.
 MOST_MEDIA = 2**26
+MOST_TO_REREAD = 2**28  # the same, where the conversation may be read again
 
 
-_Media = tuple[tuple[Any, ...], tuple[Any, ...]] | None  # pictures and videos
+Media = tuple[tuple[Any, ...], tuple[Any, ...]] | None  # pictures and videos
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Piece:
     end: Place
     pictures: int = 0
     rule: Any = None
-    media: _Media = None
+    media: Media = None
     reply: bool = False
     known: Sequence[int] = ()
     forgot: bool = False
@@ -109,7 +110,7 @@ class Plan:
     start: Place
     text: str
     ids: tuple[int, ...] = ()
-    media: _Media = ((), ())
+    media: Media = ((), ())
     appends: bool = True
     evicted: int = 0
 
@@ -129,11 +130,18 @@ class Held:
 
     pieces: tuple[Piece, ...] | None = ()
     differs: str | None = None
-    unread: _Media = ((), ())
+    unread: Media = ((), ())
     thoughts: int = 0
     checkpoint: ResumePoint | None = None
     _at: tuple[int, int] = (0, 0)  # the checkpoint's piece, and characters of it before it
     _media_from: int = 0  # pieces before that have no pictures and videos any more
+
+    @property
+    def all_media(self) -> Media:
+        """Return all pictures and videos of the conversation; None: some are not at hand."""
+        if self.pieces is None:
+            return None
+        return joined_media(*(one.media for one in self.pieces if one.ids is None))
 
     @property
     def forgotten(self) -> str | None:
@@ -179,7 +187,7 @@ class Held:
                 break  # a picture, or what stood before a thought that is forgotten
             ids += piece.ids
             seen = piece.end.seen
-        media = _joined(*(piece.media for piece in again if piece.ids is None), self.unread)
+        media = joined_media(*(piece.media for piece in again if piece.ids is None), self.unread)
         text, before = _from(whole, begins[kept]), self._end(first).evicted
         return Plan(kept, self._end(kept), text, tuple(ids), media, False, before)
 
@@ -295,10 +303,10 @@ class Held:
         self.pieces = (*self.pieces[:-1], made)
         return last.text[at:]
 
-    def let_go(self, loose: int) -> None:
+    def let_go(self, loose: int, most: int = MOST_MEDIA) -> None:
         """Let go the pictures of text that no later rendering changes: it is not read again.
 
-        Where the others take more than :data:`MOST_MEDIA` bytes, all go: a plan needs all or none.
+        Where the others take more than ``most`` bytes, all go: a plan needs all or none.
 
         Args:
             loose: characters at the end that a later one may change, see :class:`Read`.
@@ -315,7 +323,7 @@ class Held:
             if piece.media is not None and not stays:
                 size += sum(map(_size, (*piece.media[0], *piece.media[1])))
             kept.append(replace(piece, media=None) if piece.media is not None and stays else piece)
-        if size > MOST_MEDIA:
+        if size > most:
             kept = [piece if piece.media is None else replace(piece, media=None) for piece in kept]
         self.pieces = self.pieces[: self._media_from] + tuple(reversed(kept))
         while self._media_from < len(self.pieces) and self.pieces[self._media_from].media is None:
@@ -453,7 +461,7 @@ def _from(raw: str, plain: int) -> str:
     return ""
 
 
-def _joined(*media: _Media) -> _Media:
+def joined_media(*media: Media) -> Media:
     """Return pictures and videos together; None where some are not at hand."""
     there = [one for one in media if one is not None]
     if len(there) < len(media):

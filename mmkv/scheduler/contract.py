@@ -61,6 +61,15 @@ class Job(Protocol):
         """
         ...
 
+    def grant(self, fits: bool) -> bool | Reservation:
+        """Go on with the room that it asked for, or without it; it is asked for in
+        :meth:`Executor.read` and :meth:`Executor.step`.
+
+        Returns:
+            whether all is read that it has to read, or what it asks for next.
+        """
+        ...
+
     def roll_back(self) -> None:
         """Return the session to where it was before the prompt.
 
@@ -97,7 +106,7 @@ class Executor(Protocol):
 
     def read(
         self, jobs: Sequence[Job], seconds: float | None = None
-    ) -> list[bool | Exception] | None:
+    ) -> list[bool | Reservation | Exception] | None:
         """Read the next chunk of each, in one pass; the jobs have begun it.
 
         Args:
@@ -105,7 +114,8 @@ class Executor(Protocol):
                 call has the same jobs and goes on with it. None: it is read to its end.
 
         Returns:
-            for each whether its prompt is complete (and the first token drawn), or why it fails;
+            for each whether its prompt is complete (and the first token drawn), or why it fails,
+            or the room that it asks for beside its own, which it need not get (:meth:`Job.grant`);
             None where the pass was left.
         """
         ...
@@ -114,8 +124,11 @@ class Executor(Protocol):
         """Take back the pass that was left."""
         ...
 
-    def step(self, jobs: Sequence[Job]) -> None:
+    def step(self, jobs: Sequence[Job]) -> Sequence[Reservation | None]:
         """Decode for each job, one token or a few; jobs may be finished then.
+
+        Returns:
+            for each the room that it asks for, to read more before it goes on; mostly None.
 
         Raises:
             MmkvError: before anything has changed.

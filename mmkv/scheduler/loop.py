@@ -492,6 +492,8 @@ class Scheduler:
         found = self.executor.read([ticket.job for ticket in tickets], self._seconds_to_read())
         self.reading = [] if found is not None else tickets
         for ticket, complete in zip(tickets, found or (), strict=found is not None):
+            if isinstance(complete, Reservation):
+                complete = self._grant(ticket, complete)
             if isinstance(complete, Exception):
                 self._end(ticket, "failed", complete)
             elif complete:
@@ -501,6 +503,36 @@ class Scheduler:
                 self.ledger.commit(ticket.owner, Reservation(self.ledger.of(ticket.owner).steady))
                 self._end_finished(ticket)
         return True
+
+    def _grant(self, ticket: Ticket[Any], asked: Reservation) -> bool | Exception:
+        """Give a request more room if there is some now: it never waits for that."""
+        more: bool | Reservation = asked
+        while isinstance(more, Reservation):
+            own = self.ledger.of(ticket.owner)
+            both = Reservation(own.steady + more.steady, max(own.chunk, more.chunk), own.snapshot)
+            try:
+                fits = self.capacity.commit(ticket.owner, both, ticket.job.session, wait=True)
+            except CapacityError:
+                fits = False
+            try:
+                more = ticket.job.grant(fits)
+            except STOPS:
+                raise
+            except BaseException as error:
+                return as_exception(error)
+        return more
+
+    def _step(self, tickets: Sequence[Ticket[Any]]) -> None:
+        """Decode for some requests; those that have to read more go back to reading."""
+        asked = self.executor.step([ticket.job for ticket in tickets])
+        for ticket, more in zip(tickets, asked or (), strict=bool(asked)):
+            complete = True if more is None else self._grant(ticket, more)
+            if isinstance(complete, Exception):
+                self._end(ticket, "failed", complete)
+            elif not complete:
+                self.decoding.remove(ticket)
+                self.queues.push_first(ticket)
+                ticket.state = "prefill"
 
     def _next_pass(self) -> list[Ticket[Any]] | None:
         """Choose one prompt and others beside it, whose chunks have begun.
@@ -565,7 +597,7 @@ class Scheduler:
     def _decode(self) -> None:
         tickets, started = list(self.decoding), self._clock()
         try:
-            self.executor.step([ticket.job for ticket in tickets])
+            self._step(tickets)
         except MmkvError as error:
             self._decode_alone(tickets, error)
         except STOPS:
@@ -576,7 +608,7 @@ class Scheduler:
         self._stepped = self._clock()
         self._step_seconds = self._stepped - started
         for ticket in tickets:
-            if not ticket.over:
+            if ticket.state == "decode":
                 self._end_finished(ticket)
 
     def _end_finished(self, ticket: Ticket[Any]) -> None:
@@ -590,7 +622,7 @@ class Scheduler:
             try:
                 if len(tickets) == 1:
                     raise error
-                self.executor.step([ticket.job])
+                self._step([ticket])
             except STOPS:
                 raise
             except BaseException as cause:

@@ -21,15 +21,18 @@ from mmkv.engine.errors import (
 )
 from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.engine.prefill import ChunkPass, needed_pages, pass_tokens, reserve_together
-from mmkv.reply import LogitSettings, Reply, ReplyWriter, step
+from mmkv.reply import PAUSED, LogitSettings, Reply, ReplyWriter, following, step
 from mmkv.sampling import Sampling
 from mmkv.scheduler.capacity import Reservation
 from mmkv.scheduler.contract import Job
 from mmkv.scheduler.loop import Limits, Scheduler
-from mmkv.turn import Prompt, compose
+from mmkv.turn import Prompt, compose, with_tokens
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mmkv.api import Engine
+    from mmkv.calibration import Outcome
     from mmkv.engine.budget import Budget
     from mmkv.engine.prefill import Prefill
     from mmkv.scheduler.conversation import CachedConversation
@@ -50,7 +53,12 @@ class DecodingReply:
 
     session: Session
     writer: ReplyWriter
-    token: int
+    token: int = PAUSED
+
+    @property
+    def paused(self) -> bool:
+        """Whether its conversation is to be read again before it goes on."""
+        return self.token == PAUSED and self.writer.finish_reason is None
 
 
 class EngineJob(ABC):
@@ -71,27 +79,120 @@ class EngineJob(ABC):
         self.live: Session | None = None
         self.decoding: list[DecodingReply] = []
         self._prefill: Prefill | None = None  # of what is being read
+        # Of a conversation that is read again: for which reply, its inputs, and what reads it.
+        self._again_for: DecodingReply | None = None
+        self._again_inputs: dict[str, Tensor] = {}
+        self._again: Prefill | None = None
 
     @property
     def next_chunk(self) -> int:
         """Count the tokens of the next chunk."""
-        return self.chunk if self._prefill is None else self._prefill.next_chunk
+        begun = self._again is not None or self._prefill is not None
+        return self.prefill.next_chunk if begun else self.chunk
 
     @property
     def prefill(self) -> Prefill:
         """What :meth:`~mmkv.scheduler.contract.Job.begin` has made ready."""
-        assert self._prefill is not None
-        return self._prefill
+        made = self._prefill if self._again is None else self._again
+        assert made is not None
+        return made
 
     @property
     def held_pages(self) -> int:
         """Count the pages that it holds while its prompt is read, copies to return to included."""
         assert self.live is not None
-        return self.engine.cache.held_pages(self.live.seq) + self.prefill.snapshot_pages
+        held = [self.live, *(one.session for one in self.decoding if one.session is not self.live)]
+        held += [one.again for one in held if one.again is not None]
+        pages = sum(self.engine.cache.held_pages(one.seq) for one in held)
+        return pages + self.prefill.snapshot_pages
 
     @abstractmethod
-    def finish_chunk(self, tokens: int) -> bool:
-        """Count a chunk that has been read; return whether the prompt is complete."""
+    def finish_chunk(self, tokens: int) -> bool | Reservation:
+        """Count a chunk that has been read; return whether the prompt is complete.
+
+        Returns:
+            the room that it asks for instead, to read a conversation again (:meth:`grant`).
+        """
+
+    @abstractmethod
+    def _whole_prompt(self, again: Session) -> dict[str, Tensor]:
+        """Return model inputs of the whole conversation for ``again``. Raises MmkvError."""
+
+    def ask_again(self) -> Reservation | None:
+        """Return the room to read the conversation of a paused reply again; None: none is paused.
+
+        Those that cannot be read again go on.
+        """
+        for one in self.decoding:
+            if not one.paused:
+                continue
+            try:
+                again = one.session.open_again()
+                inputs = with_tokens(self._whole_prompt(again), one.writer.token_ids)
+                left = one.writer.limit - len(one.writer.token_ids)
+                sizes = inputs["input_ids"].shape[-1], min(left, self.engine.spec.max_position)
+                bound = page_bound(self.engine, again.budget, *sizes, None, self.chunk)
+            except MmkvError as error:
+                self._go_on(one, "not_reread", str(error))
+                continue
+            self._again_for, self._again_inputs = one, inputs
+            return Reservation(bound.steady, bound.chunk)
+        return None
+
+    def grant(self, fits: bool) -> bool | Reservation:
+        """See :meth:`mmkv.scheduler.contract.Job.grant`."""
+        one, inputs, self._again_inputs = self._again_for, self._again_inputs, {}
+        assert one is not None
+        why = "there is no room for it now; raise the memory limit, or lower --reread-budget"
+        if fits:
+            assert one.session.again is not None
+            try:
+                self._again = one.session.again.begin_prefill(inputs, self.chunk, undoable=False)
+                return False
+            except MmkvError as error:
+                why = str(error)
+        return self.give_up_again(why)
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether what it reads is a conversation once more."""
+        return self._again is not None
+
+    def give_up_again(self, why: str) -> bool | Reservation:
+        """Go on with the reply without a second reading; see :meth:`grant`."""
+        one, self._again = self._again_for, None
+        assert one is not None
+        if one.paused:  # it was not ended meanwhile
+            self._go_on(one, "not_reread", why)
+        return self.ask_again() or True
+
+    def _finish_again(self) -> bool | Reservation:
+        """Go on with the reply if its conversation has been read again."""
+        one = self._again_for
+        assert one is not None and self._again is not None
+        if self._again.logits is None:
+            return False
+        logits, self._again = self._again.logits, None
+        if one.paused:
+            self._go_on(one, "reread", logits=logits)
+        return self.ask_again() or True
+
+    def _go_on(
+        self, one: DecodingReply, outcome: Outcome, why: str = "", logits: Tensor | None = None
+    ) -> None:
+        """Draw the next token of a paused reply; ``logits``: None: its own."""
+        weighing = one.session.weighing
+        assert weighing is not None and weighing.logits is not None
+        own = weighing.logits
+        one.session.settle(outcome, why)
+        token = one.writer.attempt(one.writer.draw_from, own if logits is None else logits)
+        one.token = PAUSED if token is None else token
+
+    def _begin(self, session: Session, writer: ReplyWriter, logits: Tensor) -> None:
+        """Begin a reply whose first token ``logits`` [vocab] are of."""
+        writer.start(session.read_ids)
+        token = following(session, writer, logits)
+        self.decoding.append(DecodingReply(session, writer, PAUSED if token is None else token))
 
 
 class ReplyJob(EngineJob):
@@ -134,6 +235,9 @@ class ReplyJob(EngineJob):
             prompt_tokens = prompt.tokens
         self._given, self.prompt_tokens = prompt, prompt_tokens
         self.undo = undo and session is not None
+        control = engine.loss_control
+        refuses = control is not None and control.action == "refuse"
+        self._keeps_copy = (undo or refuses) and session is not None
         self.reply: Reply | None = None
         self.writer: ReplyWriter | None = None
         self._before: Session | None = None  # for undo
@@ -205,8 +309,8 @@ class ReplyJob(EngineJob):
         # Read from its file, a session that shares a budget holds what it held until load_session
         # has cut all of them. No snapshot is made before: the same pages serve.
         woken = self.engine.shared is not None and not kept.resident
-        snapshot = kept.pages if woken or (many_chunks and not self.undo) else 0
-        return kept.pages if self.undo else 0, snapshot
+        snapshot = kept.pages if woken or (many_chunks and not self._keeps_copy) else 0
+        return kept.pages if self._keeps_copy else 0, snapshot
 
     @property
     def held_pages(self) -> int:
@@ -225,19 +329,24 @@ class ReplyJob(EngineJob):
     def begin(self) -> None:
         """Open or wake the session and prepare the prompt, on the first call."""
         if self._prefill is None:
-            self._begin()
+            self._prepare_prompt()
 
-    def finish_chunk(self, tokens: int) -> bool:
-        """Begin the reply if the prompt is complete; return whether it is."""
+    def finish_chunk(self, tokens: int) -> bool | Reservation:
+        """Begin the reply if the prompt is complete; see :meth:`EngineJob.finish_chunk`."""
+        if self._again is not None:
+            return self._finish_again()
         assert self._prefill is not None
         if self._prefill.logits is None:
             return False
         session, prompt, writer = self.live, self._prompt, self.writer
         assert session is not None and prompt is not None and writer is not None
         session.begin_reply(prompt, self.settings.rules.notes)
-        token = writer.begin(self._prefill.logits, session.read_ids)
-        self.decoding = [] if token is None else [DecodingReply(session, writer, token)]
-        return True
+        self._begin(session, writer, self._prefill.logits)
+        return self.ask_again() or True
+
+    def _whole_prompt(self, again: Session) -> dict[str, Tensor]:
+        assert self.live is not None and self._prompt is not None
+        return self.live.whole_prompt(self._prompt, again)
 
     def roll_back(self) -> None:
         """Take the prompt back; one that is complete gets an empty reply instead."""
@@ -274,7 +383,7 @@ class ReplyJob(EngineJob):
             session.close()
         elif writer.failure is not None and self._before is None and self._start is not None:
             session.take_back(self._start)
-        elif writer.finish_reason == "interrupted":
+        elif writer.finish_reason == "interrupted" and (self.undo or writer.failure is not None):
             self._return()
         elif self._before is not None:
             self._before.close()
@@ -285,7 +394,7 @@ class ReplyJob(EngineJob):
             self.live._become(self._before)
             self._before = None
 
-    def _begin(self) -> None:
+    def _prepare_prompt(self) -> None:
         engine, started = self.engine, time.perf_counter()
         self.live = engine.session(self.budget) if self._kept is None else self._kept.wake()
         self._start = self.live.turn_start()
@@ -305,13 +414,13 @@ class ReplyJob(EngineJob):
                 f"the prompt has {prompt.tokens:,} tokens and was announced with "
                 f"{self.prompt_tokens:,}; send it again with the right number"
             )
-        if self.undo:
+        if self._keeps_copy:
             self._before = self.live.fork_apart()
         reading = prompt.reading
         if reading is not None and reading.plan is not None:
             # A copy to return to is not priced: what is taken back then is read again next time.
             reading.differs = self.live.go_back(reading.plan, reading.again)
-        undoable = self._kept is not None and not self.undo
+        undoable = self._kept is not None and not self._keeps_copy
         self._prefill = self.live.begin_prefill(prompt.inputs, self.chunk, undoable)
 
 
@@ -350,7 +459,7 @@ class EngineExecutor:
 
     def read(
         self, jobs: Sequence[Job], seconds: float | None = None
-    ) -> list[bool | Exception] | None:
+    ) -> list[bool | Reservation | Exception] | None:
         """Read the next chunk of each job, in one pass, or go on with the one that was left.
 
         Where a pass fails before it has changed a job's prompt, that job reads alone.
@@ -389,59 +498,68 @@ class EngineExecutor:
         others = self._others + self.engine.budgets.fixed_pages
         return None if limit is None else max(limit - others, 0)
 
-    def step(self, jobs: Sequence[Job]) -> None:
+    def step(self, jobs: Sequence[Job]) -> list[Reservation | None]:
         """Decode one step for the replies of all jobs. Raises MmkvError: nothing has changed."""
-        decoding = [one for job in cast(Sequence[EngineJob], jobs) for one in job.decoding]
+        taken = cast(Sequence[EngineJob], jobs)
+        decoding = [one for job in taken for one in job.decoding if not one.paused]
         for one in decoding:
             # A reply without a position left ends, so that it does not stop the others.
             if not one.session.has_room:
                 one.writer.attempt(one.writer.finish, "context")
         decoding = [one for one in decoding if one.writer.finish_reason is None]
-        if not decoding:
-            return
         fed = [(one.session, one.writer, one.token) for one in decoding]
-        for one, token in zip(decoding, step(self.engine, fed), strict=True):
+        for one, token in zip(decoding, step(self.engine, fed) if fed else (), strict=True):
             if token is not None:
                 one.token = token
+        return [job.ask_again() for job in taken]
 
 
 def _after_failure(
     jobs: Sequence[EngineJob], before: Sequence[int], error: BaseException
-) -> list[bool | Exception]:
+) -> list[bool | Reservation | Exception]:
     """Return what has become of each job of a pass that failed.
 
     Args:
         before: tokens that each had read before the pass.
     """
     if len(jobs) == 1:
-        return [as_exception(error)]
+        return [_failed(jobs[0], error)]
     if isinstance(error, NotFiniteError):
         return [_taken(*each, error) for each in zip(jobs, before, strict=True)]
     expected = isinstance(error, (MmkvError, MemoryError))
     level = logging.DEBUG if expected else logging.WARNING
     log.log(level, "a pass of several prompts failed", exc_info=error)
     return [
-        _read_alone(job) if job.prefill.done == done else as_exception(error)
+        _read_alone(job) if job.prefill.done == done else _failed(job, error)
         for job, done in zip(jobs, before, strict=True)
     ]
 
 
-def _read_alone(job: EngineJob) -> bool | Exception:
+def _failed(job: EngineJob, error: BaseException) -> bool | Reservation | Exception:
+    """Return what becomes of a job whose chunk has failed."""
+    if job.reads_again and isinstance(error, MmkvError):
+        return job.give_up_again(str(error))
+    return as_exception(error)
+
+
+def _read_alone(job: EngineJob) -> bool | Reservation | Exception:
     before = job.prefill.done
     try:
         job.prefill.advance()
     except STOPS:
         raise
     except BaseException as error:
-        return as_exception(error)
+        return _failed(job, error)
     return _taken(job, before)
 
 
-def _taken(job: EngineJob, before: int, broken: NotFiniteError | None = None) -> bool | Exception:
+def _taken(
+    job: EngineJob, before: int, broken: NotFiniteError | None = None
+) -> bool | Reservation | Exception:
     """Finish a job's chunk; ``broken``: the error of a pass, if this job may be its cause."""
     prefill = job.prefill
     if broken is not None and prefill.logits is None and prefill.done in (before, prefill.tokens):
-        return broken
+        return _failed(job, broken)
     try:
         return job.finish_chunk(prefill.done - before)
     except STOPS:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Response
@@ -24,7 +24,7 @@ from mmkv.server.checked import checked, source, take_resume
 from mmkv.server.engine_thread import Admitted, Delta, Done, Failed, Request
 from mmkv.server.errors import invalid_value, unsupported
 from mmkv.server.guard import release_body
-from mmkv.server.media.limits import Allowance
+from mmkv.server.media.limits import Allowance, MediaError
 from mmkv.server.media.resolver import MediaResolver, Medium
 from mmkv.server.prompts import Message, Part, digest_of
 from mmkv.server.reply import LogprobRows, ReplyHead, ReplyResponse, usage_json
@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from mmkv.server.reply import Spelled
     from mmkv.server.state import Caller, ServerState
     from mmkv.server.work import RequestCounts
+
+
+# Returns the data: URL of a picture or video that was sent before, by its digest, if it is kept.
+Kept = Callable[[str], str | None]
 
 
 class RequestMedia:
@@ -104,6 +108,26 @@ class RequestMedia:
             self._contents[part] = medium.content
         return [self._contents[part] for part in parts]
 
+    async def contents_at_hand(
+        self, messages: Sequence[Message], kept: Kept | None
+    ) -> list[Any] | None:
+        """Do as :meth:`contents`; None where some cannot be had.
+
+        Args:
+            kept: where those are looked for that were not sent again.
+        """
+        parts = [part for one in messages for part in one.media]
+        lacking = [part for part in parts if not part.url]
+        if lacking and kept is not None:
+            urls = await asyncio.to_thread(lambda: {one: kept(one.digest or "") for one in lacking})
+            parts = [dataclasses.replace(one, url=urls.get(one) or one.url) for one in parts]
+        if not all(part.url for part in parts):
+            return None
+        try:
+            return await self.contents([Message("user", tuple(parts))])
+        except MediaError:
+            return None
+
     def let_go(self) -> None:
         """Give the memory back: the engine has read them, or the request is over."""
         self._contents.clear()
@@ -144,6 +168,7 @@ class ChatCall:
         keeps_body: whether the body is needed to the end, and not freed early.
         counts: of the prompt's tokens; right once a reply has begun.
         taken: the request, once the engine thread has it.
+        kept_media: where media are looked for that a client does not send again; None: nowhere.
     """
 
     def __init__(self, state: ServerState, checked: CheckedChat, caller: Caller) -> None:
@@ -153,6 +178,7 @@ class ChatCall:
         self.done = self.keeps_body = self.all_skipped = False
         self.counts: RequestCounts | None = None
         self.taken: Request | None = None
+        self.kept_media: Kept | None = None
         name = state.settings.name
         self.head = ReplyHead(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), name)
 
@@ -260,7 +286,7 @@ class ChatCall:
 
     async def _supply_media(self, request: Request, media: RequestMedia) -> None:
         """Fetch and decode the media that the engine wants, now that their pages are committed."""
-        named = await media.named(self.work.messages)
+        named, before = await media.named(self.work.messages), None
         if self.work.observes is not None:
             contents = await self._observed(named, media)
             if self.all_skipped:
@@ -269,9 +295,12 @@ class ChatCall:
         else:
             held = await request.on_engine(lambda job: job.resume_from(named))
             contents = await media.contents(named[held:])
+            control = self.state.engine_thread.core.engine.loss_control
+            if control is not None and control.action == "reread":
+                before = await media.contents_at_hand(named[:held], self.kept_media)
 
         def supply(job: ChatJob) -> None:
-            job.supply_media(contents)
+            job.supply_media(contents, before)
             job.work.messages = [one.without_urls() for one in job.work.messages]
 
         await request.on_engine(supply)

@@ -546,6 +546,11 @@ class EngineCore:
         metrics.picture_queries.inc(seen.queries - before[0])
         metrics.picture_hits.inc(seen.hits - before[1])
         metrics.picture_bytes.set(seen.nbytes)
+        if (control := self.engine.loss_control) is not None:
+            metrics.weighed.set(control.answers)
+            metrics.drift.set(control.drift.alarm is not None)
+            for outcome, count in control.outcomes.items():
+                metrics.escalated.labels(outcome).set(count)
         metrics.sessions.labels("running").set(scheduler.running)
         metrics.sessions.labels("snapshot").set(len(scheduler.residents.copies))
         kept = scheduler.sessions

@@ -23,7 +23,7 @@ from mmkv.prompt.messages import Unknown
 from mmkv.prompt.template import REWRITES
 from mmkv.reply import ReplyWriter
 from mmkv.scheduler.capacity import Reservation
-from mmkv.scheduler.replies import DecodingReply, EngineJob
+from mmkv.scheduler.replies import EngineJob
 from mmkv.server.conversations import ConversationInfo, kept_shares, most_entries
 from mmkv.server.errors import ApiError
 from mmkv.server.prompts import (
@@ -296,6 +296,7 @@ class ChatJob(EngineJob):
         parts = (part for message in work.messages for part in message.media)
         self.fetches = any(part.url[:4].lower() == "http" for part in parts)
         self._media: list[Any] | None = None
+        self._all_media: list[Any] | None = None  # of the conversation, where it may be read again
         self._outline: Outline | None = None
         self._continues: ConversationState | None = None
         self._read: Read | None = None
@@ -398,6 +399,7 @@ class ChatJob(EngineJob):
                     "not_resumable",
                 )
             self.live = engine.session(self.budget)
+        self.live.keeps_media = False  # the request has them
         if engine.shared is not None:
             with engine.lock:
                 engine.shared.join(self.live, work.weight)
@@ -602,9 +604,15 @@ class ChatJob(EngineJob):
         whole = self._template.render(as_said, opening=True)
         return held.plan(whole, self._rule).appends
 
-    def supply_media(self, media: list[Any]) -> None:
-        """Take the decoded media of the messages that were not resumed, in order."""
+    def supply_media(self, media: list[Any], before: list[Any] | None = None) -> None:
+        """Take the decoded media of the messages that were not resumed, in order.
+
+        Args:
+            before: those of the messages that were, where all may be read again and are at hand.
+        """
         self._media = media
+        if before is not None:
+            self._all_media = [*before, *media]
 
     def begin_count(self, messages: list[Message]) -> int:
         """Begin to count the prompt's tokens, with what is kept of the conversation; read nothing.
@@ -648,6 +656,8 @@ class ChatJob(EngineJob):
 
     def begin(self) -> None:
         """Prepare the next message, once the one before it is read."""
+        if self._again is not None:
+            return
         session = self.live
         assert session is not None and self._media is not None
         if self._outline is None and self.work.observes is not None:
@@ -665,8 +675,10 @@ class ChatJob(EngineJob):
             self._prefill = session.begin_prefill(inputs, self.chunk, undoable=False)
             session.unfed = ()
 
-    def finish_chunk(self, tokens: int) -> bool:
+    def finish_chunk(self, tokens: int) -> bool | Reservation:
         """Count a chunk; return whether all is read and each reply has its first token."""
+        if self._again is not None:
+            return self._finish_again()
         session = self.live
         assert session is not None and self._prefill is not None and self._outline is not None
         self.counts.prefilled += tokens
@@ -692,9 +704,20 @@ class ChatJob(EngineJob):
         self.counts.prompt_tokens = session.seen
         if self.work.observes is not None:
             self.observed = True
-        else:
-            self._begin_replies(logits)
-        return True
+            return True
+        self._begin_replies(logits)
+        return self.ask_again() or True
+
+    def _whole_prompt(self, again: Session) -> dict[str, torch.Tensor]:
+        messages, processor = self.work.messages, self.engine.processor
+        text = self._whole_open(messages)
+        if self.work.raw:
+            return processor.encode_raw(text)
+        if self._all_media is None and any(one.media for one in messages):
+            raise InputError("its pictures or videos are not at hand: they were not sent again")
+        images, videos = _by_kind(messages, self._all_media or [])
+        again.cache_salt = self.work.base_key
+        return processor.encode(text, images, videos, False, pictures_in(messages))
 
     def _inputs(self, segment: Segment) -> dict[str, torch.Tensor]:
         """Return the model inputs of a segment, and of what the cache lacks of the last reply."""
@@ -723,15 +746,10 @@ class ChatJob(EngineJob):
     def _media_of(self, segment: Segment) -> tuple[list[Any], list[Any]]:
         """Take the pictures and the videos of a segment."""
         assert self._media is not None
-        kinds = [
-            part.kind
-            for message in self.work.messages[segment.first : segment.last]
-            for part in message.media
-        ]
-        media, self._media = self._media[: len(kinds)], self._media[len(kinds) :]
-        pairs = list(zip(kinds, media, strict=True))
-        images = [one for kind, one in pairs if kind == "image"]
-        return images, [one for kind, one in pairs if kind == "video"]
+        messages = self.work.messages[segment.first : segment.last]
+        count = sum(len(message.media) for message in messages)
+        media, self._media = self._media[:count], self._media[count:]
+        return _by_kind(messages, media)
 
     def _begin_replies(self, logits: torch.Tensor) -> None:
         session, outline, work = self.live, self._outline, self.work
@@ -748,9 +766,9 @@ class ChatJob(EngineJob):
                 raw=work.raw,
                 apart=True,
             )
-            token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
-            self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))
+            fork.begin_weighing()
+            self._begin(fork, writer, logits)
             self.writers.append(writer)
 
     def roll_back(self) -> None:
@@ -847,3 +865,10 @@ class ChatJob(EngineJob):
         """Return all replies with their sessions; after :meth:`end`."""
         sessions = [one.session for one in self.decoding]
         return list(zip(sessions, self.choices, strict=True))
+
+
+def _by_kind(messages: Sequence[Message], media: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the pictures and the videos of messages, whose media are in their order."""
+    kinds = [part.kind for message in messages for part in message.media]
+    pairs = list(zip(kinds, media, strict=True))
+    return tuple([one for kind, one in pairs if kind == name] for name in ("image", "video"))  # type: ignore[return-value]

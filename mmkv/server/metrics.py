@@ -69,6 +69,15 @@ class Metrics:
         )
         self.picture_hits = counter("mm_cache_hits", "Those of them that were kept.")
         self.picture_bytes = gauge("mm_cache_bytes", "Features of pictures that are kept.")
+        self.weighed = gauge("answers_weighed", "Answers weighed against the calibration.")
+        self.escalated = gauge(
+            "answers_escalated",
+            "Doubtful ones, by what became of them.",
+            "outcome",
+        )
+        self.drift = gauge(
+            "calibration_drift", "1: the scores are not the calibration's any more; else 0."
+        )
         self.sessions = gauge("sessions", "Sessions, stored responses among them.", "state")
         self.snapshot_bytes = gauge("snapshot_bytes", "Bytes of copies by which chats resume.")
         self.page_leaks = gauge(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import time
@@ -20,6 +21,7 @@ from mmkv.server.checked import checked
 from mmkv.server.engine_thread import Done
 from mmkv.server.errors import ApiError, api_error, invalid_value, unsupported
 from mmkv.server.guard import keep_body, release_body
+from mmkv.server.quota import media_type_of
 from mmkv.server.state import Caller, ServerState, TurnMemory, release
 from mmkv.server.work import Observing
 from mmkv.turn import observed_text
@@ -307,6 +309,7 @@ class BackgroundTurn:
         self._turn, self._media, self._forget = turn, media, forget
         self.asked = [one.shown_with_media() for one in asked]
         self.digests = tuple(part.digest or "" for one in asked for part in one.media)
+        turn.call.kept_media = self._kept_url
         self.over = False
         self.error: ApiError | None = None
         self.told = False
@@ -471,6 +474,13 @@ class BackgroundTurn:
             release_body()
             self.over = True
             self._tell()
+
+    def _kept_url(self, digest: str) -> str | None:
+        """Return the data: URL of a picture or video that is kept for clients."""
+        content = self._media.get(self._turn.caller.tenant, digest)
+        if content is None:
+            return None
+        return f"data:{media_type_of(content)};base64,{base64.b64encode(content).decode()}"
 
     def _keep_media(self, contents: dict[str, str]) -> None:
         """Keep the pictures and videos for clients."""

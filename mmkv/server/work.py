@@ -140,6 +140,7 @@ class Usage:
             whether it is above what was asked for, and the budget cannot grow; risk_unknown:
             whether the budget should follow the risk of a reply that has none.
         compactions: how often positions were drawn together, so that it went on beyond the context.
+        escalated: see :attr:`mmkv.engine.contents.Memory.escalated`.
     """
 
     prompt_tokens: int
@@ -160,6 +161,7 @@ class Usage:
     over_risk: bool = False
     compactions: int = 0
     risk_unknown: bool = False
+    escalated: str | None = None
 
 
 @dataclass
@@ -256,6 +258,7 @@ class RequestCounts:
             over_risk=any(one.over_risk for one in memories),
             compactions=max((one.compactions for one in memories), default=0),
             risk_unknown=any(one.risk_unknown for one in memories),
+            escalated=next((one.escalated for one in memories if one.escalated), None),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:

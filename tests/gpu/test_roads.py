@@ -65,7 +65,8 @@ def written(
         logits = session.prefill(inputs)
         ids = inputs["input_ids"][0].tolist()
         writers.append(ReplyWriter(engine, sampling.settled(), settings, prompt=ids))
-        token = writers[-1].begin(logits, session.read_ids)
+        writers[-1].start(session.read_ids)
+        token = writers[-1].draw_from(logits)
         if token is not None:
             going.append((session, writers[-1], token))
     while going:

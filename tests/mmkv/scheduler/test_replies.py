@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mmkv import Budget, Engine
+from mmkv import Budget, Engine, Sampling
 from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.errors import BudgetError, CapacityError, InputError, SessionError
 from mmkv.reply import ReplyWriter
@@ -18,6 +20,7 @@ from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
 from mmkv.session import Session
 from mmkv.turn import Prompt
+from tests.mmkv.test_calibration import certified
 from tests.support.chat_models import picture
 from tests.support.replies import CHUNK, LONG, REPLY, ask, load, watch
 from tests.support.sessions import assert_same_rows
@@ -461,3 +464,67 @@ def test_without_a_folder_it_stays_in_memory(engine: Engine) -> None:
         held.hibernate()
     assert held.resident
     held.close()
+
+
+def test_conversations_are_read_again_within_what_is_committed(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where there is no room, replies go on as they are."""
+    greedy = Sampling(max_new_tokens=9)
+
+    def run(on_risk: str, limit: float, room: int | None = None) -> tuple[Engine, list[ReplyJob]]:
+        engine = certified(load(qwen), tmp_path, on_risk, limit=limit, score="doubt")
+        jobs = [
+            ReplyJob(engine, message(**ask(None, turn)), greedy, prompt_tokens=200)
+            for turn in range(6)
+        ]
+        scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))
+        if room is not None:
+            bound = jobs[0].reservation()
+            engine.cache.pool.limit = 6 * bound.steady + bound.chunk + room
+        held = watch(monkeypatch, engine, scheduler)
+        with closing(scheduler):
+            tickets = [scheduler.submit(job, str(at)) for at, job in enumerate(jobs)]
+            while scheduler.turn():
+                pass
+            assert [ticket.error for ticket in tickets] == [None] * 6
+        engine.cache.check()
+        assert held and engine.cache.pool.free_pages == engine.cache.pool.num_pages
+        return engine, jobs
+
+    def outcomes(engine: Engine) -> list[int]:
+        assert engine.loss_control is not None
+        return [engine.loss_control.outcomes[name] for name in ("reread", "not_reread")]
+
+    def texts(jobs: list[ReplyJob]) -> list[list[int]]:
+        return [job.reply.token_ids for job in jobs if job.reply is not None]
+
+    _, plain = run("say", math.inf)
+    lives = [job.live for job in plain if job.live is not None]
+    scores = sorted(live.weighing.score for live in lives if live.weighing is not None)
+    engine, again = run("reread", scores[2])
+    own, whole = texts(plain), texts(again)
+    assert outcomes(engine) == [4, 0] and own != whole
+    short, found = run("reread", scores[2], 120)
+    assert min(outcomes(short)) > 0 and sum(outcomes(short)) == 4
+    assert all(one in each for one, *each in zip(texts(found), own, whole, strict=True))
+
+
+def test_an_answer_goes_on_where_its_second_reading_fails(qwen: Path, tmp_path: Path) -> None:
+    """Another thread's session takes the pages meanwhile."""
+    greedy, talk = Sampling(max_new_tokens=9), [{"role": "user", "content": LONG}]
+    want = load(qwen, kv_limit=2**20).generate(talk, sampling=greedy)[0].token_ids
+    engine = certified(load(qwen, kv_limit=2**20), tmp_path, "reread")
+    pool, scheduler = engine.cache.pool, Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))
+    job, taken = ReplyJob(engine, message(LONG), greedy, prompt_tokens=200), None
+    with closing(scheduler), torch.inference_mode():
+        ticket = scheduler.submit(job)
+        while scheduler.turn():
+            if taken is None and job.reads_again and job.prefill.done:
+                taken, pool.limit = pool.take(pool.free_pages), pool.num_pages
+        assert ticket.error is None and taken is not None
+        pool.give(taken)
+    assert job.reply is not None and job.reply.token_ids == want
+    assert engine.loss_control is not None
+    assert engine.loss_control.outcomes["not_reread"] == engine.loss_control.escalated == 1
+    assert pool.free_pages == pool.num_pages

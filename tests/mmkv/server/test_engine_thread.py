@@ -296,7 +296,7 @@ def test_a_reply_that_cannot_be_written_fails_alone(
     put = ReplyWriter.put
 
     def fails(writer: ReplyWriter, token: int) -> int | None:
-        if writer._limit == 7 and len(writer.token_ids) == 1:
+        if writer.limit == 7 and len(writer.token_ids) == 1:
             raise ZeroDivisionError("a defect")
         return put(writer, token)
 

@@ -304,7 +304,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     metrics = Metrics()
     for metric in (metrics.finished, metrics.rejected, metrics.evicted):
         metric.labels("x").inc()
-    for metric in (metrics.kv_pages, metrics.sessions, metrics.process_limit):
+    for metric in (metrics.kv_pages, metrics.sessions, metrics.process_limit, metrics.escalated):
         metric.labels("x").set(1)
     there = set(re.findall(r"^(mmkv_\w+)", metrics.text().decode(), re.MULTILINE))
     panels = json.loads((DOCKER / "dashboard.json").read_text())["panels"]
@@ -315,7 +315,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     ours = {name for name in there if not re.search(r"_(sum|count|created)$", name)}
     assert named == ours
     labels = {name for expression in asked for name in re.findall(r"by \((\w+)\)", expression)}
-    assert labels <= {"le", "state", "modality", "finished_reason", "reason"}
+    assert labels <= {"le", "state", "modality", "finished_reason", "reason", "outcome"}
     source = read("grafana.yaml")["datasources"][0]
     assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
 
