@@ -190,9 +190,11 @@ class EngineJob(ABC):
 
     def _begin(self, session: Session, writer: ReplyWriter, logits: Tensor) -> None:
         """Begin a reply whose first token ``logits`` [vocab] are of."""
+        one = DecodingReply(session, writer)
+        self.decoding.append(one)  # before what may fail: its session is returned with the others
         writer.start(session.read_ids)
         token = following(session, writer, logits)
-        self.decoding.append(DecodingReply(session, writer, PAUSED if token is None else token))
+        one.token = PAUSED if token is None else token
 
 
 class ReplyJob(EngineJob):

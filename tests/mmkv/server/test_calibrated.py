@@ -12,6 +12,7 @@ import pytest
 
 from mmkv import Engine, Sampling
 from mmkv.calibration import doubt_of
+from mmkv.reply import ReplyWriter
 from tests.mmkv.test_calibration import certified
 from tests.support.chat_models import picture
 from tests.support.servers import Server, asked, picture_part, serving
@@ -102,6 +103,24 @@ def test_an_answer_is_refused(start: Start) -> None:
         assert "has been forgotten" in answer.json()["error"]["message"]
         assert 'outcome="refused"} 1.0' in server.client.get("/metrics").text
         assert server.held == 0
+
+
+def test_a_choice_that_cannot_begin_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the end no page may be held, of which the server itself sees to."""
+    draw, drawn = ReplyWriter.draw_from, list[ReplyWriter]()
+
+    def fails(self: ReplyWriter, *given: Any) -> int | None:
+        drawn.append(self)
+        if len(drawn) == 2:
+            raise RuntimeError("made up")
+        return draw(self, *given)
+
+    monkeypatch.setattr(ReplyWriter, "draw_from", fails)
+    with serving(lambda: load(folder)) as server:
+        drawn.clear()  # of its warm-up
+        assert server.chat("so?", n=2).status_code == 500
 
 
 def test_without_room_it_is_only_said(start: Start, folder: Path) -> None:
