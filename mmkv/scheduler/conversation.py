@@ -6,7 +6,7 @@ import contextlib
 import os
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.budgets import SequenceSize
 from mmkv.engine.errors import SessionError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mmkv.session import Session
 
 # What a session file does not hold.
-_LOST = ("last", "note", "undo_depth", "rewrites", "forget_thoughts", "cache_salt")
+_LOST = ("last", "note", "undo_depth", "rewrites", "forget_thoughts", "cache_salt", "watched")
 
 
 class CachedConversation:
@@ -49,7 +49,7 @@ class CachedConversation:
         self.path = None if folder is None else folder / f"{uuid.uuid4().hex}.mmkv"
         self._extent, self._pages = SequenceSize(), 0
         self._in_file = False
-        self._last: dict[str, object] = {}
+        self._last: dict[str, Any] = {}
 
     @property
     def resident(self) -> bool:
@@ -103,7 +103,9 @@ class CachedConversation:
             raise SessionError("the memory of this conversation is gone; begin a new one")
         assert self.path is not None
         try:
-            return self.engine.load_session(self.path)[0]
+            session, _ = self.engine.load_session(self.path)
+            session.watched = self._last.get("watched")
+            return session
         except SessionError as error:  # the file is nobody's affair but its owner's
             raise SessionError(str(error).replace(str(self.path), "its file")) from error
 

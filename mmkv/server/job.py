@@ -768,8 +768,10 @@ class ChatJob(EngineJob):
             )
             fork = session if at == 0 else session.fork()
             fork.begin_weighing()
-            self._begin(fork, writer, logits)
             self.writers.append(writer)
+            self._begin(fork, writer, logits)
+            if writer.failure is not None:  # and so has the request
+                return
 
     def roll_back(self) -> None:
         """Return all pages."""
@@ -789,9 +791,12 @@ class ChatJob(EngineJob):
 
         Sessions of interrupted replies are closed at once.
         """
+        watched = None
         for one in self.decoding:
             writer, session, text = one.writer, one.session, one.writer.text
+            session.watched = watched or session.watched  # all are of one conversation
             said = session.note_reply(writer, text)
+            watched = session.watched
             message = self.work.reply_message(
                 writer.parser(whole=True), writer.prefix + text, writer.cut, writer.stop_text
             )

@@ -528,3 +528,21 @@ def test_an_answer_goes_on_where_its_second_reading_fails(qwen: Path, tmp_path: 
     assert engine.loss_control is not None
     assert engine.loss_control.outcomes["not_reread"] == engine.loss_control.escalated == 1
     assert pool.free_pages == pool.num_pages
+
+
+def test_a_conversation_from_its_file_is_no_other_one_for_the_drift(
+    qwen: Path, tmp_path: Path
+) -> None:
+    engine = certified(load(qwen), tmp_path, "say")
+    stored = CachedConversation(engine, folder=tmp_path)
+    with closing(Scheduler(EngineExecutor(engine))) as scheduler:
+        for turn in range(3):
+            if turn:
+                with stored.fork() as copy:
+                    assert copy.watched == (1, 0, turn)
+            scheduler.submit(ReplyJob(engine, message(**ask(None, turn)), REPLY, session=stored))
+            while scheduler.turn():
+                pass
+            scheduler.hibernate(stored)
+    control = engine.loss_control
+    assert control is not None and (control.answers, control.drift.conversations) == (3, 1)

@@ -66,6 +66,16 @@ def test_a_doubtful_answer_is_read_again(start: Start, folder: Path) -> None:
         assert server.held == 0
 
 
+@pytest.mark.parametrize(("on_risk", "answers"), [("say", 3), ("refuse", 1)])
+def test_choices_are_of_one_conversation(start: Start, on_risk: str, answers: int) -> None:
+    """For the drift, whose test takes scores that depend on nothing."""
+    with start(on_risk) as server:
+        server.chat(FIRST, n=3)
+        control = server.inside(lambda core: core.engine.loss_control)
+        assert control is not None
+        assert (control.answers, control.drift.conversations) == (answers, 1)
+
+
 def test_a_session_whose_pictures_were_not_sent_again(start: Start) -> None:
     with start("reread") as server:
         name = server.client.post("/v1/sessions", json={}).json()["id"]
