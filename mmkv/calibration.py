@@ -358,7 +358,7 @@ class LossControl:
 _TESTS = (16, 32, 64, 128, 256, 512, 1024)
 _LEVEL = 0.05  # of all false alarms, however long it goes on
 
-Watched = tuple[int, int, int]  # window, place in it, answers so far
+Watched = tuple[object, int, int]  # mark of the window, place in it, answers so far
 
 
 class Drift:
@@ -382,6 +382,7 @@ class Drift:
         drawn = (draw.choice(one.answers).score for one in calibration.dialogues)
         self._calibrated = [min(one, self._most) for one in drawn]
         self._draw, self._picks, self._window = draw, list[float](), 1
+        self._mark = object()  # of the window: no other one has it, nor another calibration's
         self.conversations = 0
         self.alarm: int | None = None
         self.missing: str | None = None
@@ -400,18 +401,18 @@ class Drift:
             watched: what this returned for the conversation's answer before; None: it is its first.
         """
         score = min(score, self._most)
-        if watched is not None and watched[0] == self._window:
-            window, place, answers = watched
+        if watched is not None and watched[0] is self._mark:
+            mark, place, answers = watched
             if self._draw.random() < 1 / (answers + 1):
                 self._picks[place] = score
-            return window, place, answers + 1
+            return mark, place, answers + 1
         if len(self._picks) in _TESTS:
             self._compare()
         if len(self._picks) == _TESTS[-1]:
-            self._picks, self._window = [], self._window + 1
+            self._picks, self._window, self._mark = [], self._window + 1, object()
         self._picks.append(score)
         self.conversations += 1
-        return self._window, len(self._picks) - 1, 1
+        return self._mark, len(self._picks) - 1, 1
 
     def _compare(self) -> None:
         if self._test is None or self.alarm is not None:

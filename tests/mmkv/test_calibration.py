@@ -116,6 +116,9 @@ def test_a_conversation_counts_once_for_the_drift() -> None:
         for score in (0.0, 1.0, 2.0, 3.0):
             watched = drift.note(watched, score)
         picks.append(drift._picks[-1])
+    other = Drift(calibration([[0.5]] * 99))  # of a file that was read later
+    for _ in range(99):
+        assert other.note(watched, 0.5)[1:] == (other.conversations - 1, 1)
     shares = [picks.count(score) / len(picks) for score in (0.0, 1.0, 2.0, 3.0)]
     assert all(abs(share - 0.25) < 0.08 for share in shares), shares
 
