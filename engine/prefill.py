@@ -389,6 +389,8 @@ class ChunkPass:
             self._take_back()
 
     def _run(self, until: float | None) -> bool:
+        for session in self._sessions:
+            session._require_open()  # another thread may have closed it before the lock was had
         if any(prefill._moved for prefill in self._prefills):
             raise SessionError("the session changed while a prompt was read; take the prompt back")
         made = self._run_layers(until)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmkv
+import mmkv.engine.prefill
 from mmkv import Budget, Engine, Sampling
 from mmkv.engine.cache import PagePool
 from mmkv.engine.errors import BudgetError, InputError, MmkvError, PolicyError, SessionError
@@ -238,6 +239,23 @@ def test_undo_removes_turn_by_turn(engine: Engine, session: Session) -> None:
     session.close()
     session._remember(late)
     assert late.closed
+
+
+def test_a_session_that_is_closed_before_its_pass_begins_holds_nothing(
+    engine: Engine, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may get the engine's lock in between."""
+    products = mmkv.engine.prefill.exact_products
+
+    def overtaken(device: torch.device) -> Any:
+        session.close()
+        return products(device)
+
+    monkeypatch.setattr(mmkv.engine.prefill, "exact_products", overtaken)
+    with pytest.raises(SessionError, match="is closed"):
+        list(session.send("more words than one chunk has, and then more"))
+    engine.cache.check()
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
 def test_a_saved_conversation_continues_identically(
