@@ -373,6 +373,25 @@ def test_an_answer_goes_on_where_its_second_reading_outgrows_the_memory(
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
+def test_an_answer_goes_on_beyond_the_context_of_its_second_reading(tmp_path: Path) -> None:
+    """As one does under a budget, whose memory has no end."""
+    folder = save_qwen3_vl(tmp_path / "short", positions=128)
+    given: dict[str, Any] = {"dtype": "float32", "prefill_chunk": 16}
+    question, many = asked([{"text": "x" * 95}], []), Sampling(max_new_tokens=25)
+    full = Engine.from_pretrained(folder, policy="full", **given)
+    (whole,) = full.generate(question, sampling=many)
+    assert whole.finish_reason == "context"
+    given |= {"policy": "dbtrimkv", "gates": "random", "budget": 12}
+    engine = certified(Engine.from_pretrained(folder, **given), tmp_path, "reread")
+    (found,) = engine.generate(question, sampling=many)
+    with engine.session() as session:
+        list(session.send("x" * 95, sampling=many))
+        assert session.last is not None and session.last.token_ids == found.token_ids
+    assert found.token_ids[: len(whole.token_ids)] == whole.token_ids
+    assert found.finish_reason == "length" and found.memory is not None
+    assert found.memory.escalated == "not_reread"
+
+
 def test_the_room_for_a_long_answer_is_at_most_the_contexts(load: Load, tmp_path: Path) -> None:
     limit = 2048 * 4 * load().cache.pool.page_bytes
     engine = certified(load(kv_limit=limit), tmp_path, "reread")
