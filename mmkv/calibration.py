@@ -295,8 +295,8 @@ class LossControl:
         self._engine, self._lock = engine, threading.Lock()  # threads share an engine
 
     def begin(self, session: Session) -> Weighing | None:
-        """Begin to weigh the answer to what has been read; None: the budget is another."""
-        if session.budget != self._engine.budget:
+        """Begin to weigh the next answer; None: the session's budget is another, or shared."""
+        if session.budget != self._engine.budget or self._engine.shared is not None:
             return None
         with self._lock:
             self.answers += 1

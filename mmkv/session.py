@@ -768,7 +768,7 @@ class Session(CachedSequence):
             return turn.inputs
         media, (*messages, begun) = self.held.all_media, self.history
         if media is None:
-            raise SessionError("its pictures or videos are not at hand any more")
+            raise SessionError("its text, pictures or videos are not at hand any more")
         made = compose_messages(again, messages, lambda: media, begun["content"], self.tools)
         return made.inputs
 

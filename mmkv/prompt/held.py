@@ -303,7 +303,7 @@ class Held:
         self.pieces = (*self.pieces[:-1], made)
         return last.text[at:]
 
-    def let_go(self, loose: int, most: int = MOST_MEDIA) -> None:
+    def let_go(self, loose: int, most: int | None = None) -> None:
         """Let go the pictures of text that no later rendering changes: it is not read again.
 
         Where the others take more than ``most`` bytes, all go: a plan needs all or none.
@@ -323,7 +323,7 @@ class Held:
             if piece.media is not None and not stays:
                 size += sum(map(_size, (*piece.media[0], *piece.media[1])))
             kept.append(replace(piece, media=None) if piece.media is not None and stays else piece)
-        if size > most:
+        if size > (MOST_MEDIA if most is None else most):
             kept = [piece if piece.media is None else replace(piece, media=None) for piece in kept]
         self.pieces = self.pieces[: self._media_from] + tuple(reversed(kept))
         while self._media_from < len(self.pieces) and self.pieces[self._media_from].media is None:

@@ -388,7 +388,7 @@ PLACES = (
     (Decoder, "embed_turn"),
     (Decoder, "forward"),
     (Decoder, "logits"),
-    (ReplyWriter, "begin"),
+    (ReplyWriter, "draw_from"),
     (ReplyWriter, "take"),
     (mmkv.session, "step"),
     (mmkv.session.Session, "memory"),

@@ -127,6 +127,7 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
         "risk",
         "over_risk",
         "risk_unknown",
+        "escalated",
         "notes",
         "memory",
         "time_to_first_token_s",

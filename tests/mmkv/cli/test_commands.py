@@ -41,7 +41,7 @@ pytest_plugins = ("tests.support.cli_fixtures",)
 
 
 ROOT = Path(__file__).resolve().parents[3]
-OURS = ["distill", "bench", "eval", "mmdu"]
+OURS = ["distill", "calibrate", "bench", "eval", "mmdu"]
 
 
 def installed_as(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:
@@ -90,7 +90,7 @@ def test_one_that_does_not_load_takes_no_other_down(
     monkeypatch.delitem(sys.modules, "broken_bench", raising=False)
     mmdu = EntryPoint("mmdu", "mmkv.eval.mmdu.command:app", "mmkv.commands")
     installed_as(monkeypatch, EntryPoint("bench", "broken_bench:app", "mmkv.commands"), mmdu)
-    assert listed(capsys)[-4:] == OURS
+    assert listed(capsys)[-len(OURS) :] == OURS
     assert cli.run(["bench", "hello", "--loud"]) == 1
     written = capsys.readouterr()
     assert written.out == "" and said in written.err
@@ -106,7 +106,7 @@ def test_an_installation_older_than_the_entry_points_names_the_remedy(
     assert cli.run([name, "--help"]) == 1
     written = capsys.readouterr()
     assert "pip install --no-deps -e ." in written.err and written.err.count("\n") == 1
-    assert listed(capsys)[-4:] == OURS
+    assert listed(capsys)[-len(OURS) :] == OURS
 
 
 # Defaults of the chat from the user's file, and what ``mmkv env`` says of it.
