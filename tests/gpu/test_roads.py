@@ -16,6 +16,7 @@ import pytest
 
 import mmkv.training
 from mmkv import Engine, Sampling
+from mmkv.calibration import doubt_of
 from mmkv.engine.backends.torch.backend import TorchBackend
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.runtime import Runtime
@@ -25,6 +26,7 @@ from mmkv.reply import LogitSettings, ReplyWriter, step
 from mmkv.resources import bundled_model
 from mmkv.training import capacity, gated_attention
 from mmkv.training.folder import history
+from tests.mmkv.test_calibration import certified
 from tests.support.factories import checkpoint, make_model, make_turn
 from tests.support.fake_cuda import Device
 from tests.support.servers import serving
@@ -122,6 +124,24 @@ def test_steps_without_the_graph_say_the_same(card: Device | None) -> None:
     assert engines[1].decode_path == "torch: switched off"
     said = [written(engine, [GREEDY, LOOKING["bad words"]]) for engine in engines]
     assert said[0] == said[1]  # what is drawn is drawn otherwise
+
+
+def test_calibrated_answers_are_the_cpus(card: Device | None, tmp_path: Path) -> None:
+    """Two together, and at least one of them from a second reading."""
+    asked = [[{"role": "user", "content": f"what is at row {row}, column 1?"}] for row in (1, 2)]
+    doubts = []
+    with engine_on("cpu", budget=8).session() as session:
+        logits = session.prefill(session.engine.inputs(asked[0]))
+        for _ in range(6):
+            doubts.append(doubt_of(logits))
+            logits = session.decode(int(logits.argmax()))
+    limit, said = max(doubts), []
+    for device in ("cpu", "cuda"):
+        engine = engine_on(device, budget=8)
+        certified(engine, tmp_path, "reread", limit=limit - 1e-4, score="doubt")
+        said.append([one.token_ids for one in engine.generate(asked, GREEDY)])
+        assert engine.loss_control is not None and engine.loss_control.outcomes["reread"]
+    assert said[0] == said[1]
 
 
 def test_a_server_answers_from_a_gpu(card: Device | None) -> None:
