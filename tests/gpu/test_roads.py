@@ -26,7 +26,7 @@ from mmkv.reply import LogitSettings, ReplyWriter, step
 from mmkv.resources import bundled_model
 from mmkv.training import capacity, gated_attention
 from mmkv.training.folder import history
-from tests.mmkv.test_calibration import certified
+from tests.support.calibrated import certified
 from tests.support.factories import checkpoint, make_model, make_turn
 from tests.support.fake_cuda import Device
 from tests.support.servers import serving

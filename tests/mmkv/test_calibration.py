@@ -17,19 +17,17 @@ from hypothesis import strategies as st
 
 from mmkv import Budget, Engine, Sampling, Session
 from mmkv.calibration import (
-    FORMAT,
     CalibratedAnswer,
     CalibratedDialogue,
-    Calibration,
     Drift,
     doubt_of,
     fewest,
-    identity_of,
     limit_of,
     read_calibration,
     score_of,
 )
 from mmkv.engine.errors import ForgottenError, InputError
+from tests.support.calibrated import calibration, certified
 from tests.support.chat_models import picture, save_qwen3_vl
 
 # Scores and losses are few, so that some are equal. An answer is lost at some token, or not at all.
@@ -123,30 +121,6 @@ def test_a_conversation_counts_once_for_the_drift() -> None:
     assert all(abs(share - 0.25) < 0.08 for share in shares), shares
 
 
-def calibration(
-    scores: Sequence[Sequence[float]],
-    lost: float = 0.0,
-    identity: dict[str, Any] | None = None,
-    score: Any = "risk",
-) -> Calibration:
-    """Return one of dialogues with these scores, each of whose answers loses so much."""
-    dialogues = [
-        CalibratedDialogue(
-            answers=[CalibratedAnswer(score=at, losses=[(at, lost)] if lost else []) for at in one]
-        )
-        for one in scores
-    ]
-    return Calibration(
-        format=FORMAT,
-        identity=identity or {},
-        data=["drawn"],
-        loss="answers",
-        score=score,
-        alpha=0.5,
-        dialogues=dialogues,
-    )
-
-
 # Sessions.
 
 
@@ -165,18 +139,6 @@ def load(qwen: Path) -> Load:
         return Engine.from_pretrained(qwen, dtype="float32", prefill_chunk=16, **given)
 
     return loaded
-
-
-def certified(
-    engine: Engine, folder: Path, on_risk: str, limit: float = 0.0, score: str = "risk", **more: Any
-) -> Engine:
-    """Have all answers that score ``limit`` or more be doubtful."""
-    some = math.isfinite(limit)
-    made = calibration([[limit if some else 0.0]] * 3, float(some), identity_of(engine), score)
-    assert made.limit == limit
-    (folder / "made.json").write_text(made.model_dump_json())
-    engine.certify(folder / "made.json", on_risk, **more)
-    return engine
 
 
 RED, BLUE = picture("red", (40, 32)), picture("blue", (32, 48))

@@ -20,7 +20,7 @@ from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
 from mmkv.session import Session
 from mmkv.turn import Prompt
-from tests.mmkv.test_calibration import certified
+from tests.support.calibrated import certified
 from tests.support.chat_models import picture
 from tests.support.replies import CHUNK, LONG, REPLY, ask, load, watch
 from tests.support.sessions import assert_same_rows

@@ -13,7 +13,7 @@ import pytest
 from mmkv import Engine, Sampling
 from mmkv.calibration import doubt_of
 from mmkv.reply import ReplyWriter
-from tests.mmkv.test_calibration import certified
+from tests.support.calibrated import certified
 from tests.support.chat_models import picture
 from tests.support.servers import Server, asked, picture_part, serving
 
