@@ -31,7 +31,7 @@ MOST_MEDIA = 2**26
 MOST_TO_REREAD = 2**28  # the same, where the conversation may be read again
 
 
-Media = tuple[tuple[Any, ...], tuple[Any, ...]] | None  # pictures and videos
+_Media = tuple[tuple[Any, ...], tuple[Any, ...]] | None  # pictures and videos
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Piece:
     end: Place
     pictures: int = 0
     rule: Any = None
-    media: Media = None
+    media: _Media = None
     reply: bool = False
     known: Sequence[int] = ()
     forgot: bool = False
@@ -110,7 +110,7 @@ class Plan:
     start: Place
     text: str
     ids: tuple[int, ...] = ()
-    media: Media = ((), ())
+    media: _Media = ((), ())
     appends: bool = True
     evicted: int = 0
 
@@ -130,18 +130,18 @@ class Held:
 
     pieces: tuple[Piece, ...] | None = ()
     differs: str | None = None
-    unread: Media = ((), ())
+    unread: _Media = ((), ())
     thoughts: int = 0
     checkpoint: ResumePoint | None = None
     _at: tuple[int, int] = (0, 0)  # the checkpoint's piece, and characters of it before it
     _media_from: int = 0  # pieces before that have no pictures and videos any more
 
     @property
-    def all_media(self) -> Media:
+    def all_media(self) -> _Media:
         """Return all pictures and videos of the conversation; None: some are not at hand."""
         if self.pieces is None:
             return None
-        return joined_media(*(one.media for one in self.pieces if one.ids is None))
+        return _joined(*(one.media for one in self.pieces if one.ids is None))
 
     @property
     def forgotten(self) -> str | None:
@@ -187,7 +187,7 @@ class Held:
                 break  # a picture, or what stood before a thought that is forgotten
             ids += piece.ids
             seen = piece.end.seen
-        media = joined_media(*(piece.media for piece in again if piece.ids is None), self.unread)
+        media = _joined(*(piece.media for piece in again if piece.ids is None), self.unread)
         text, before = _from(whole, begins[kept]), self._end(first).evicted
         return Plan(kept, self._end(kept), text, tuple(ids), media, False, before)
 
@@ -461,7 +461,7 @@ def _from(raw: str, plain: int) -> str:
     return ""
 
 
-def joined_media(*media: Media) -> Media:
+def _joined(*media: _Media) -> _Media:
     """Return pictures and videos together; None where some are not at hand."""
     there = [one for one in media if one is not None]
     if len(there) < len(media):
