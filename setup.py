@@ -8,9 +8,12 @@ Sums may be reordered only where the source says so (``omp simd reduction``); no
 would lose infinities.
 """
 
+import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -55,7 +58,18 @@ def levels() -> dict[str, list[str]]:
 
 
 class BuildLevels(build_ext):
-    """Compiles what it can, and says when that is nothing."""
+    """Compiles what it can, a source a core, and says when that is nothing."""
+
+    def build_extensions(self) -> None:
+        compile_all = self.compiler.compile
+
+        def compile_together(sources: list[str], **given: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                made = pool.map(lambda source: compile_all([source], **given), sources)
+                return [name for names in made for name in names]
+
+        self.compiler.compile = compile_together
+        super().build_extensions()
 
     def run(self) -> None:
         super().run()
