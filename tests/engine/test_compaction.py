@@ -90,13 +90,14 @@ class Endless(Oracle):
                 parts[-1].append(t)
             else:
                 parts.append([t])
-        parts = [part for part in parts if self.keep[row][part].any()]
-        where = self.where[row]
-        spans = [(int(where[:, p].min()), int(where[:, p].max()) + 1) for p in parts]
+        keep, where = self.keep[row].tolist(), self.where[row]
+        parts = [part for part in parts if any(keep[t] for t in part)]
+        low, high = where.amin(0).tolist(), where.amax(0).tolist()
+        spans = [(min(low[t] for t in p), max(high[t] for t in p) + 1) for p in parts]
         made = [(p, start, stop - start) for p, (start, stop) in zip(parts, spans, strict=True)]
         if self.queries:
             newest = list(range(first, self.seen))
-            start = int(where[:, first].min())
+            start = low[first]
             made.append((newest, start, begin - start))
         return made
 
@@ -147,15 +148,12 @@ class Endless(Oracle):
         for layer, raw in enumerate(self.raw):
             kind = [self.text.config.layer_types[layer]] if kinds else []
             query, key = (torch.cat(part, 1) for part in raw)
-            made: list[tuple[Tensor, Tensor]] = []
-            for head in range(self.heads):
-                where = self.where[layer, head]
-                shaped = where[:, None] if where.shape[0] == 3 else where
-                angles = self.text.rotary_emb(self.key[0][None], shaped, *kind)
-                own = slice(head * self.group, (head + 1) * self.group)
-                turned_ones = self.apply(query[None, own], key[None, head : head + 1], *angles)
-                made.append((turned_ones[0][0], turned_ones[1][0]))
-            self.query[layer], self.key[layer] = map(torch.cat, zip(*made, strict=True))
+            where = self.where[layer].transpose(0, 1)  # of each KV head: as rows of a batch
+            shaped = where if where.shape[0] == 3 else where[0]
+            angles = self.text.rotary_emb(self.key[0][None], shaped, *kind)
+            by_head = query.view(self.heads, self.group, *query.shape[1:])
+            turned_ones = self.apply(by_head, key[:, None], *angles)
+            self.query[layer], self.key[layer] = (each.flatten(0, 1) for each in turned_ones)
 
     def mean_rotation(self, layer: int, positions: range) -> Tensor:
         """As of any conversation: the queries that it turns are not those of tokens."""

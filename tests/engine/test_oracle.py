@@ -185,7 +185,7 @@ def oracle_for(folder: Path, engine: Runtime, case: Case) -> Oracle:
 QUICK = list({case.policy.partition(":")[0]: case for case in reversed(CASES)}.values())
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(
     "case",
     slow_but(QUICK, [case for case in CASES if case.model not in ALIKE], "the rest of the matrix")

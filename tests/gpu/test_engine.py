@@ -173,7 +173,7 @@ def name_of(made: dict[str, Any]) -> str:
     return "-".join(made.values())
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(
     "made", long_but(ROWS[: len(QUICK)] + ROWS[-1:], ROWS, "every kind is enough"), ids=name_of
 )

@@ -217,7 +217,7 @@ def test_gates_alone_learn_of_pictures_states_and_texts(name: str) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.slow(reason="two runs of the command line: 32 steps, and one that starts from them")
+@pytest.mark.slow(reason="two runs of the command line: 16 steps, and one that starts from them")
 def test_the_command_makes_gates_that_help_and_another_run_starts_from_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +226,7 @@ def test_the_command_makes_gates_that_help_and_another_run_starts_from_them(
     model, folder, next_folder = "drawn", tmp_path / "rank", tmp_path / "next"
     common = f"--model {model} --data scenes:dense --max-length 512 --d-gate 48 --device cpu"
     common += " --dtype float32 --threads 1"
-    ranked = f"--method rank --steps 24 --cuts 4 --lr 6e-3 --log-every 8 --output {folder}"
+    ranked = f"--method rank --steps 16 --cuts 4 --lr 6e-3 --log-every 8 --output {folder}"
     assert main([*common.split(), *ranked.split()]) == 0, capsys.readouterr().err
     engine = Runtime.from_pretrained(model, policy="full", dtype="float32", device="cpu")
     held = examples(model, ["scenes:dense"], 3, 0, split="heldout")

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import lazy_loader
 import pytest
 from pydantic import BaseModel, TypeAdapter
 from typing_extensions import get_type_hints, is_typeddict
@@ -28,10 +27,9 @@ from tests.support.chat_models import picture, script
 from tests.support.servers import MODEL, Server, picture_part, serving
 from tests.support.tool_templates import function, save_seeing_tool_model
 
+# It is imported in functions: two seconds, which every worker would take to collect these tests.
 if find_spec("anthropic") is None:
     pytest.skip("pip install -e '.[test]'", allow_module_level=True)
-# Two seconds, which every worker would take to collect these tests.
-anthropic = lazy_loader.load("anthropic")
 jsonschema = pytest.importorskip("jsonschema", reason="pip install -e '.[test]'")
 
 FORMS: list[tuple[type[OpenModel], str, str]] = [
@@ -277,7 +275,8 @@ VENDOR = Path(__file__).parents[2] / "support" / "ai_sdk_schemas.json"
 
 def _types(path: str) -> tuple[list[TypeAdapter[Any]], list[TypeAdapter[Any]]]:
     """Return the packages' types of an answer and of an event."""
-    import anthropic.types.beta as beta
+    from anthropic import types
+    from anthropic.types import beta
     from openai.types import Completion, chat, responses
 
     own: dict[str, tuple[list[Any], list[Any]]] = {
@@ -285,8 +284,8 @@ def _types(path: str) -> tuple[list[TypeAdapter[Any]], list[TypeAdapter[Any]]]:
         "completions": ([Completion], []),  # its type has no reason that is null
         "responses": ([responses.Response], [responses.ResponseStreamEvent]),
         "messages": (
-            [anthropic.types.Message, beta.BetaMessage],
-            [anthropic.types.RawMessageStreamEvent, beta.BetaRawMessageStreamEvent],
+            [types.Message, beta.BetaMessage],
+            [types.RawMessageStreamEvent, beta.BetaRawMessageStreamEvent],
         ),
     }
     whole, events = own[path]
@@ -356,7 +355,9 @@ def test_errors_are_what_the_packages_expect(
     shown = server.client.post(f"/v1/{path}", json=given | {"model": "other"}).json()
     assert shown["error"]["message"] and shown["error"]["type"]
     if form == "messages":
-        kinds: TypeAdapter[Any] = TypeAdapter(anthropic.types.ErrorResponse)
+        from anthropic.types import ErrorResponse
+
+        kinds: TypeAdapter[Any] = TypeAdapter(ErrorResponse)
         kinds.validate_python(shown | {"request_id": None}, strict=True)
         monkeypatch.setattr(ChatCall, "parts", lambda self: breaking(self, parts))
     else:
@@ -371,8 +372,16 @@ def test_errors_are_what_the_packages_expect(
 # Threads: conversations that the server holds for Anthropic's clients.
 
 
+def _client(server: Server) -> Any:
+    from anthropic import Anthropic
+
+    return Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
 def _runner(client: Any, steps: int, **fields: Any) -> tuple[Any, list[Any]]:
     """Return the package's runner of so many steps, and where what it sends is noted."""
+    from anthropic import beta_tool
+
     sent, create = [], client.beta.messages.create
 
     def noted(**given: Any) -> Any:
@@ -389,7 +398,7 @@ def _runner(client: Any, steps: int, **fields: Any) -> tuple[Any, list[Any]]:
         max_tokens=120,
         max_iterations=steps,
         system="be brief",
-        tools=[anthropic.beta_tool(mark, description="m")],
+        tools=[beta_tool(mark, description="m")],
         messages=[{"role": "user", "content": [IMAGE, {"type": "text", "text": "go"}]}],
         **fields,
     )
@@ -404,7 +413,7 @@ def test_the_packages_tool_runner_goes_on_in_one_thread(
     steps = 3
     engine = server.inside(lambda core: core.engine)
     script(monkeypatch, engine, [CALL] * (steps - 1) + ["done"])
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    client = _client(server)
     runner, sent = _runner(client, 30, stream=stream)
     replies = [one.get_final_message() if stream else one for one in runner]
     assert [one.stop_reason for one in replies] == ["tool_use"] * (steps - 1) + ["end_turn"]
@@ -420,7 +429,7 @@ def test_a_thread_that_is_gone_is_begun_again(
     """Without room to store it: the package sends all again, as it does for Anthropic's code."""
     monkeypatch.setattr(server.state, "settings", replace(server.state.settings, store_bytes=0))
     script(monkeypatch, server.inside(lambda core: core.engine), [CALL] * 4 + ["done"])
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    client = _client(server)
     runner, sent = _runner(client, 9)
     assert [one.stop_reason for one in runner][-1] == "end_turn"
     told = [("create", 1), ("continue", 1), ("create", 3), ("continue", 1)]
