@@ -18,8 +18,9 @@ from torch import Tensor
 from mmkv.engine.backends.base import Backend, Batch, Counts, Scored
 from mmkv.engine.budget import EVERY_STEP, Dial, Interval, above_most
 from mmkv.engine.cache import Entries
+from mmkv.engine.drafts import MOST_DRAFTED
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError, require_real
-from mmkv.engine.policies import Budget, Policy
+from mmkv.engine.policies import Budget
 from mmkv.engine.policies.allocation import GlobalAllocation
 from mmkv.engine.policies.base import CacheView
 from mmkv.engine.policies.scoring import Retention
@@ -75,7 +76,9 @@ def page_bound(
     """
     start = start or SequenceSize()
     rows, pool, policy = engine.spec.rows, engine.cache.pool, engine.policy
-    every, beside = start.entries + (prompt + generated) * rows, engine.cache.state_pages
+    ahead = 0 if engine.drafts is None else MOST_DRAFTED
+    every = start.entries + (prompt + generated + ahead) * rows
+    beside = engine.cache.state_pages
     if not policy.evicts:
         return PageBound(_pages(every, rows, pool.page_size) + beside, 0)
     seen = start.seen + prompt + generated
@@ -96,14 +99,21 @@ def _pages(entries: int, rows: int, page_size: int) -> int:
     return math.ceil((entries + rows * (page_size - 1)) / page_size)
 
 
-def why_unbound(policy: Policy) -> str | None:
-    """Return why no budget binds a policy; None: one does."""
-    if policy.evicts:
-        return None
-    return (
-        f"policy {policy.name!r} evicts nothing, so that a budget would bind nothing; load the "
-        "model with a budget, or with a policy that evicts"
-    )
+def why_unbound(engine: Runtime) -> str | None:
+    """Return why no budget binds the sessions of an engine; None: one does."""
+    if engine.drafts is not None:
+        return "lossless sessions keep all entries"
+    return None if engine.policy.evicts else f"policy {engine.policy.name!r} evicts nothing"
+
+
+def _require_bound(engine: Runtime) -> None:
+    """Raise BudgetError where no budget binds a session."""
+    if why := why_unbound(engine):
+        drafts = engine.drafts is not None
+        other = " for drafts, or without lossless" if drafts else ", or with a policy that evicts"
+        raise BudgetError(
+            f"{why}, so that a budget would bind nothing; load the model with a budget{other}"
+        )
 
 
 def batch_of(
@@ -214,24 +224,21 @@ class Budgets:
         """
         made = self._engine.budget if budget is None else Budget.of(budget)
         self.allowed(made, 0)
-        why = why_unbound(self._engine.policy)
-        if why is not None and made != self._engine.budget:
-            raise BudgetError(why)
+        if made != self._engine.budget:
+            _require_bound(self._engine)
         self.dial(made)
         return made
 
     def saved(self, budget: Budget) -> Budget:
         """Return the budget of a session that was saved with ``budget``. Raises BudgetError."""
-        if why_unbound(self._engine.policy) is None:
+        if why_unbound(self._engine) is None:
             return self.checked(budget)
         self.allowed(budget, 0)  # one that cannot be says that the file is damaged
         return self._engine.budget
 
     def changed(self, budget: Budget | float) -> Budget:
         """Return the budget that an open session may change to. Raises BudgetError."""
-        why = why_unbound(self._engine.policy)
-        if why is not None:
-            raise BudgetError(why)
+        _require_bound(self._engine)
         made = Budget.of(budget)
         self.dial(made)
         return made
@@ -314,6 +321,9 @@ class Budgets:
         if not sessions:
             return
         engine = self._engine
+        if engine.drafts is not None:
+            for session in sessions:
+                engine.drafts.cut(session)
         if engine.policy.admission is not None:
             for session in sessions:
                 _drop_unadmitted(session)

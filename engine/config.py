@@ -93,6 +93,8 @@ class EngineConfig:
         endless: whether a session that evicts goes on beyond the context that the model was trained
             for, its rope positions drawn together (:mod:`mmkv.engine.compaction`); otherwise, or
             under a budget that is a share of the tokens, it ends there.
+        lossless: whether sessions keep every entry, and what the policy would keep under the budget
+            drafts their tokens, which all of the cache then checks (:mod:`mmkv.engine.drafts`).
         threads: of the whole process on a CPU (``torch.set_num_threads``); None: as torch has it,
             one for each core unless OMP_NUM_THREADS says otherwise.
 
@@ -158,6 +160,11 @@ class EngineConfig:
         True,
         flags=("--endless/--no-endless",),
     )
+    lossless: bool = option(
+        "Keep all entries: those under the budget draft tokens, all of them check each.",
+        False,
+        flags=("--lossless/--no-lossless",),
+    )
     threads: int | None = option(
         "Threads on a CPU (default: its cores); use 1 if others share it.", least=1, most=1024
     )
@@ -184,7 +191,8 @@ class EngineConfig:
             if value is None and setting.default is None:
                 continue
             _require_bounds(name, value, setting)
-        require_type("endless", self.endless, bool, "True or False")
+        for name in ("endless", "lossless"):
+            require_type(name, getattr(self, name), bool, "True or False")
         if not isinstance(self.vision_cache, str):
             require_whole("vision_cache", self.vision_cache)
         if self.vision_cache_bytes < 0:

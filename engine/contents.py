@@ -49,6 +49,8 @@ class Memory:
         vision_bytes: features of pictures that are kept for when the same come again: of this
             session and of all others with its salt, which share them. It says nothing of the
             session alone, so two that are equal may differ in it.
+        drafted: tokens of the latest reply that lossless decoding has drafted; accepted: how many
+            of them the reply then had (:mod:`mmkv.engine.drafts`). 0 without it.
     """
 
     tokens_seen: int
@@ -70,6 +72,8 @@ class Memory:
     risk_unknown: bool = False
     worn: bool = False
     escalated: str | None = None
+    drafted: int = field(default=0, compare=False)  # how many are worth it is measured
+    accepted: int = field(default=0, compare=False)
 
     @property
     def physical_bytes(self) -> int:

@@ -134,6 +134,8 @@ class Prefill:
         session, cache = self._session, self._session.engine.cache
         session.require_whole()
         with session.engine.lock:
+            if not session.closed:
+                session.drop_ahead()
             if self.done and not session.closed:
                 snapshot, self._snapshot = self._snapshot, None
                 if snapshot is None:
@@ -307,13 +309,16 @@ class PassMark:
 
 
 @contextmanager
-def claimed(sessions: Sequence[CachedSequence], by: PassMark | None = None) -> Iterator[None]:
+def claimed(
+    sessions: Sequence[CachedSequence], by: PassMark | None = None, ahead: bool = False
+) -> Iterator[None]:
     """Claim different sessions for one call, which may take the engine's lock several times.
 
     Ctrl-C is held back meanwhile: the call is made whole.
 
     Args:
         by: the mark of the pass that goes on; None: they are claimed for another call.
+        ahead: whether what is cached of tokens that they have not seen is of use.
 
     Raises:
         SessionError: one is closed, or in use.
@@ -328,6 +333,8 @@ def claimed(sessions: Sequence[CachedSequence], by: PassMark | None = None) -> I
                 session._require_idle()
                 if session.left is not by:
                     session.require_whole(by)
+                if not ahead:
+                    session.drop_ahead()
             yield
         finally:
             for session in taken:

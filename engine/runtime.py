@@ -21,6 +21,7 @@ from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.choice import choose_form
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, require_options
+from mmkv.engine.drafts import Drafts, Guess, keeping_all
 from mmkv.engine.errors import GateError, InputError, PolicyError
 from mmkv.engine.interrupts import FairLock, whole
 from mmkv.engine.model.decoder import Decoder
@@ -40,7 +41,12 @@ from mmkv.engine.policies import Budget, Needs, Policy
 from mmkv.engine.policies.pruning import check_pruner
 from mmkv.engine.policies.registry import check_policy
 from mmkv.engine.policy_choice import choose, require_named_gates
-from mmkv.engine.scorer_state import has_on_append, has_on_step, sequence_memory, tap_layers
+from mmkv.engine.scorer_state import (
+    has_on_append,
+    has_on_step,
+    sequence_memory,
+    tap_layers,
+)
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import load_session
 from mmkv.engine.steps import decode_step, decode_steps
@@ -59,7 +65,7 @@ class Runtime:
     Args:
         policy: a :class:`Policy`; budget: the default of new sessions.
         options: risk, budget_max, evict_every, prefill_chunk, page_size, kv, kv_limit,
-            vision_cache and endless of :class:`mmkv.engine.config.EngineConfig`.
+            vision_cache, endless and lossless of :class:`mmkv.engine.config.EngineConfig`.
 
     Attributes:
         interval: when sessions are cut while they decode.
@@ -86,6 +92,11 @@ class Runtime:
         config = EngineConfig(policy=policy, budget=budget, **options)
         check_policy(policy)
         _require_fit(policy, family, spec)
+        drafting: Policy | None = None
+        if config.lossless:
+            _require_lossless(config, weights)
+            drafting, policy = policy, keeping_all(policy)
+        scores = policy.evicts or drafting is not None
         self.family, self.spec, self.policy = family.merging(policy.merger), spec, policy
         self.device, self.dtype = weights.embed.device, weights.dtype
         self.budget = Budget.of(DEFAULT_BUDGET if config.budget is None else config.budget)
@@ -98,39 +109,47 @@ class Runtime:
             self.policy = policy
         self._gates = gates if isinstance(gates, Gates) else None
         self._exact_gates = weights.form == "auto"
-        reads_gates = policy.scoring.needs.gates and policy.evicts
+        reads_gates = policy.scoring.needs.gates and scores
         # No text says what a picture's placeholder stands for: replies must not hold one.
         media = [token for token in family.placeholder.values() if token < weights.head.shape[0]]
         self.model = LoadedModel(
             device=self.device,
             spec=spec,
-            decoder=self._make_decoder(weights, self._placed_gates if reads_gates else None),
+            decoder=self._make_decoder(
+                weights,
+                self._placed_gates if reads_gates else None,
+                tap_layers(drafting or policy, spec),
+            ),
             rope=self._make_rope(),
             policy=policy,
-            needs=policy.scoring.needs if policy.evicts else Needs(),
+            needs=policy.scoring.needs if scores else Needs(),
             write_gates=write_gates,
             interval=self.interval,
             never_chosen=torch.tensor(media, dtype=torch.int64, device=self.device),
-            has_on_append=policy.evicts and has_on_append(policy.scoring),
-            has_on_step=policy.evicts and has_on_step(policy.scoring),
+            has_on_append=scores and has_on_append(policy.scoring),
+            has_on_step=scores and has_on_step(policy.scoring),
         )
-        self.endless = config.endless and not self.decoder.hosted
+        self.endless = config.endless and not self.decoder.hosted and drafting is None
         state = self.model.needs.state if policy.admission is None else 1  # log g
-        self._make_cache(config, state, weights)
+        self._make_cache(config, state, weights, drafting)
         self.lock.taken = self.cache.free_lost
         self.left: WeakSet[object] = WeakSet()  # passes over prompts
         self.policy_note: str | None = None
         self.budgets = Budgets(self)
         self.backends = Backends(self.model, self.cache)
+        self.drafts = None if drafting is None else Drafts(self, drafting)
         # A budget that can never hold is the user's mistake now, not at the first eviction.
         self.budgets.allowed(self.budget, 0)
         self.budgets.dial(self.budget)
 
-    def _make_cache(self, config: EngineConfig, state: int, weights: DecoderWeights) -> None:
+    def _make_cache(
+        self, config: EngineConfig, state: int, weights: DecoderWeights, drafting: Policy | None
+    ) -> None:
         """Have an empty cache, and one for features of pictures; both share ``kv_limit``.
 
         Args:
             state: numbers that the policy keeps of an entry.
+            drafting: chooses what drafts read, or None.
         """
         size, spec = config.page_size, self.spec
         # A budget that binds nothing chooses nothing.
@@ -145,7 +164,7 @@ class Runtime:
             features = min(features, config.kv_limit // _FEATURES)
             pool.limit = (config.kv_limit - features) // pool.page_bytes
         self.vision_cache = VisionCache(features)
-        memory = sequence_memory(self.policy, spec, self.dtype)
+        memory = sequence_memory(drafting or self.policy, spec, self.dtype)
         self.cache = RaggedCache(
             pool, spec.entry_layers, spec.num_kv_heads, memory, weights.states()
         )
@@ -167,7 +186,7 @@ class Runtime:
             options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), adapter, budget, risk, budget_max, lookahead, evict_every,
                 prefill_chunk, page_size, gates, device, dtype, weights, kv, kv_limit, vision_cache,
-                threads, mmproj, endless.
+                threads, mmproj, endless, lossless.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -246,12 +265,14 @@ class Runtime:
             kv_limit=config.kv_limit,
             vision_cache=config.vision_cache,
             endless=config.endless,
+            lossless=config.lossless,
         )
         engine.policy_note = note
         return engine
 
-    def _make_decoder(self, weights: DecoderWeights, gates: Gates | None) -> Decoder:
-        taps = tap_layers(self.policy, self.spec)
+    def _make_decoder(
+        self, weights: DecoderWeights, gates: Gates | None, taps: tuple[int, ...]
+    ) -> Decoder:
         for layer in weights.layers:
             if isinstance(layer.state_layer, DeltaLayer):
                 layer.state_layer.functions = delta_functions(layer.state_layer.conv.device)
@@ -325,6 +346,8 @@ class Runtime:
                 has changed then.
         """
         with self.lock:
+            if self.drafts is not None:
+                raise PolicyError("sessions that keep all entries share no budget; leave one out")
             made = Budget.of(budget)
             self.budgets, self.budget = SharedBudget(self, made, floor, by_risk), made
             self.model.shared = True
@@ -375,13 +398,19 @@ class Runtime:
         }
 
     @torch.inference_mode()
-    def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Tensor:
+    def decode(
+        self,
+        sessions: Sequence[CachedSequence],
+        token_ids: Sequence[int],
+        guesses: Sequence[Guess] | None = None,
+    ) -> Tensor:
         """Append one token to each of B sessions in one batched step.
 
         Ctrl-C is delivered when the step is over, and the step stands (``seen`` tells).
 
         Args:
             sessions: B different open sessions of this engine; token_ids: B ids.
+            guesses: choose the tokens that lossless decoding drafts; None: the likeliest.
 
         Returns:
             float32 logits ``[B, vocab]``.
@@ -389,7 +418,7 @@ class Runtime:
         Raises:
             InputError, SessionError, ContextError, BudgetError: before anything has changed.
         """
-        return decode_step(self, sessions, token_ids)
+        return decode_step(self, sessions, token_ids, guesses)
 
     @torch.inference_mode()
     def decode_many(
@@ -493,6 +522,19 @@ def _require_running(options: Mapping[str, Any], gates: object) -> None:
             f"Runtime(...) loads nothing and cannot read {', '.join(sorted(loading))}; "
             "Runtime.from_pretrained(PATH, ...) does"
         )
+
+
+def _require_lossless(config: EngineConfig, weights: DecoderWeights) -> None:
+    """Raise PolicyError where lossless decoding cannot be."""
+    why = ""
+    if weights.embed.device.type != "cpu":
+        why = f"runs on a CPU so far, and the model is on {weights.embed.device}"
+    elif weights.states():
+        why = "takes tokens back, which this model's linear layers cannot"
+    elif config.budget is not None and Budget.of(config.budget).risk is not None:
+        why = "keeps all entries, so that there is no risk that a budget could follow"
+    if why:
+        raise PolicyError(f"lossless decoding {why}; leave lossless out")
 
 
 def _require_fit(policy: Policy, family: Family, spec: DecoderSpec) -> None:

@@ -34,7 +34,13 @@ from mmkv.engine.policies.selection import sort_key
 from mmkv.engine.prefill import Prefill, claimed, run_whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.risk import Risk, RiskMeter, entries_needed
-from mmkv.engine.scorer_state import QUERIES, RINGS, forget_positions, score_entries, view_of
+from mmkv.engine.scorer_state import (
+    QUERIES,
+    RINGS,
+    forget_positions,
+    score_entries,
+    view_of,
+)
 from mmkv.engine.system import exact_products
 from mmkv.engine.trace import FORGOTTEN, Recorder
 
@@ -71,6 +77,7 @@ class CachedSequence:
 
     Attributes:
         recorder: what :meth:`record` has begun, or None.
+        ahead: what lossless decoding knows beyond the tokens seen, or None.
         meter: adds up for :meth:`risk`; None without retention gates, and where what was evicted
             is not known.
         left: of a pass over its prompt that was left, or None.
@@ -102,6 +109,7 @@ class CachedSequence:
         self.compactions = self.capped = 0
         self.long_rope: bool | None = None
         self.cache_salt = ""
+        self.ahead = None if engine.drafts is None else engine.drafts.ahead()
         self._claim = threading.RLock()
         self.closed = False
         self.left: PassMark | None = None
@@ -142,6 +150,12 @@ class CachedSequence:
     def _own(self, seq: int) -> None:
         """Own a sequence of the cache from now on: with the session, it goes."""
         self.seq, self._owner = seq, self.engine.cache.owner(seq)
+
+    def drop_ahead(self) -> None:
+        """Cut off what is cached of tokens that the session has not seen."""
+        if self.engine.drafts is not None:
+            with self.engine.lock:
+                self.engine.drafts.drop(self)
 
     def _require_idle(self) -> None:
         """Raise SessionError while the session is in the middle of something of its own."""
@@ -267,6 +281,7 @@ class CachedSequence:
         with self.engine.lock:
             self._require_open()
             if self.recorder is None:
+                self.drop_ahead()
                 self.recorder = Recorder(self, limit)
             return self.recorder
 
@@ -297,12 +312,14 @@ class CachedSequence:
         """Token indices kept, ``[layer][kv_head]``, each ascending int64 on the CPU."""
         with self.engine.lock:
             self._require_open()
+            self.drop_ahead()
             return retained_tokens(self.engine.cache, self.seq)
 
     def memory(self) -> Memory:
         """Physical memory of this session, beside the logical entry count."""
         with self.engine.lock:
             self._require_open()
+            self.drop_ahead()
             counts = self.evicted, self.evicted_nan
             vision = self.engine.vision_cache.bytes_of(self.cache_salt)
             risk = self._risk()
@@ -310,13 +327,17 @@ class CachedSequence:
             moved = self.compactions, self.capped
             told = self.seen, *counts, self.pictures, vision, *moved, share, self.shifts
             dial = self._dial
-            return memory_of(
+            found = memory_of(
                 self.engine.cache,
                 self.seq,
                 *told,
                 over_risk=dial is not None and dial.full,
                 risk_unknown=dial is not None and risk is None,
             )
+            ahead = self.ahead
+            if ahead is None:
+                return found
+            return replace(found, drafted=ahead.drafted, accepted=ahead.accepted)
 
     @torch.inference_mode()
     def risk(self) -> Risk | None:
@@ -331,6 +352,7 @@ class CachedSequence:
         """
         with self.engine.lock:
             self._require_open()
+            self.drop_ahead()
             return self._risk()
 
     def _risk(self) -> Risk | None:
@@ -346,12 +368,14 @@ class CachedSequence:
         """Return the share of each span's entries that is held; see :mod:`mmkv.engine.contents`."""
         with self.engine.lock:
             self._require_open()
+            self.drop_ahead()
             return held_shares(self.engine.cache, self.seq, spans)
 
     def entries_per_layer(self) -> list[int]:
         """Live entries of each layer, all heads together."""
         with self.engine.lock:
             self._require_open()
+            self.drop_ahead()
             return self.engine.cache.length[self.seq].sum(-1).tolist()
 
     @torch.inference_mode()
@@ -379,6 +403,8 @@ class CachedSequence:
                 other.close()
                 raise
             other.cache_salt = self.cache_salt
+            if self.engine.drafts is not None:
+                other.ahead = self.engine.drafts.ahead(self.ahead)
             self.engine.budgets.join(other, self.engine.budgets.weight(self))
             other.recorder = None if self.recorder is None else self.recorder.fork()
             return other
@@ -487,11 +513,13 @@ class CachedSequence:
             anything but ``states``.
         """
         cache = self.engine.cache
+        self.drop_ahead()
         if not before["seen"]:
             cache.clear(self.seq)
             self.restore(before)
             return True
         sums_up = cache.memory or cache.pool.state_size or (cache.states and states is None)
+        sums_up = sums_up and self.engine.drafts is None
         moved = self.compactions != before["compactions"]
         if self.evicted != before["evicted"] or sums_up or moved:
             return False
@@ -508,6 +536,8 @@ class CachedSequence:
         that keeps a state in place of entries.
         """
         cache = self.engine.cache
+        if self.engine.drafts is not None:
+            return True  # drafts alone read what was summed up
         return not cache.states and not cache.pool.state_size and cache.memory.keys() <= RINGS
 
     @torch.inference_mode()
@@ -591,6 +621,7 @@ class CachedSequence:
     def _forget(self, start: int, stop: int) -> int:
         cache = self.engine.cache
         with self.engine.lock:
+            self.drop_ahead()
             entries = cache.entries(self.seq)
             position = cache.pool.position.view(-1)[entries.slot]
             victims = ((position >= start) & (position < stop)).nonzero().flatten()
@@ -640,7 +671,7 @@ class CachedSequence:
 
     def new_meter(self) -> RiskMeter | None:
         """Return the meter of a session that has read nothing; None without retention gates."""
-        if self.engine.policy.scoring.needs.gates != "retention":
+        if self.engine.policy.scoring.needs.gates != "retention" or self.engine.drafts is not None:
             return None
         return RiskMeter(self.engine.device)
 
@@ -747,6 +778,8 @@ class CachedSequence:
         """Say what would let the session go on beyond the trained context."""
         if self.engine.decoder.hosted:
             return "leave it: a model that runs on transformers' layers ends here"
+        if self.engine.drafts is not None:
+            return "leave lossless out: a session that keeps all ends here"
         if not self.engine.endless:
             return "let sessions go on beyond it (endless)"
         if not self.engine.policy.evicts:

@@ -26,6 +26,7 @@ from mmkv.engine.scorer_state import revise_state
 from mmkv.engine.system import exact_products
 
 if TYPE_CHECKING:
+    from mmkv.engine.drafts import Guess
     from mmkv.engine.runtime import Runtime
     from mmkv.engine.sequence import CachedSequence
 
@@ -35,16 +36,24 @@ BURST = 16
 
 
 def decode_step(
-    engine: Runtime, sessions: Sequence[CachedSequence], token_ids: Sequence[int]
+    engine: Runtime,
+    sessions: Sequence[CachedSequence],
+    token_ids: Sequence[int],
+    guesses: Sequence[Guess] | None = None,
 ) -> Tensor:
     """Append one token to each of B sessions; see :meth:`mmkv.engine.runtime.Runtime.decode`."""
     require_list("sessions", sessions, "sessions")
-    with claimed(sessions), engine.lock, exact_products(engine.device):
+    with claimed(sessions, ahead=True), engine.lock, exact_products(engine.device):
         before = [(session.seen, session.dial) for session in sessions]
         token_ids = _checked(engine, sessions, token_ids)
         for session, token in zip(sessions, token_ids, strict=True):
             if session.recorder is not None:
                 session.recorder.expect(token)
+        if engine.drafts is not None:
+            logits = engine.drafts.decode(sessions, token_ids, guesses)
+            for session, token in zip(sessions, token_ids, strict=True):
+                session.read_ids |= 1 << token
+            return logits
         interval = engine.interval
         batch, counts = batch_of(sessions, token_ids, interval), Counts()
         backend = engine.backends.for_step(batch)
@@ -84,7 +93,7 @@ def decode_steps(
 ) -> list[list[int]]:
     """Append ``steps`` tokens to each; see :meth:`mmkv.engine.runtime.Runtime.decode_many`."""
     require_list("sessions", sessions, "sessions")
-    with claimed(sessions):
+    with claimed(sessions, ahead=True):
         with engine.lock:
             token_ids = _checked(engine, sessions, token_ids)
             whole = _reserved(sessions, steps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -92,14 +93,15 @@ class LoadedModel:
 
 @dataclass(slots=True)
 class Batch:
-    """B different sequences of one cache in columns: what a backend may know of each, on the host.
+    """B sequences of one cache in columns: what a backend may know of each, on the host.
 
     Sessions stay out, so that a backend can be tested with a batch made by hand. ``interval``,
     ``recorded`` and ``attention`` are of the whole batch; who asks for a burst, an eviction or a
     recording sets ``share``, ``attention`` and ``deaths`` after it is made.
 
     Attributes:
-        seqs: their slots in the cache.
+        seqs: their slots in the cache. Of a step one may stand several times in a row: its tokens
+            follow each other, and nothing is evicted.
         seen: tokens whose entries have been appended, kept or not: the token index of the next.
         next_position: rope position of the next text token; long_rope: whether by the long factors.
         entries: that stand now, all rows together.
@@ -114,6 +116,7 @@ class Batch:
             Empty: nobody asks for any.
         recorded: indices of sequences whose scores and victims :attr:`Counts.scored` shall have.
         attention: computes what scorers ask for of the newest queries.
+        bare: whether no scorer will ask for anything of the tokens, so that it may be left out.
     """
 
     seqs: Sequence[int]
@@ -129,6 +132,13 @@ class Batch:
     deaths: Sequence[int] = ()
     recorded: Sequence[int] = ()
     attention: WindowAttention = window_attention
+    bare: bool = False
+
+    @property
+    def runs(self) -> list[range]:
+        """The indices that one sequence has, sequence after sequence."""
+        starts = [at for at, seq in enumerate(self.seqs) if not at or seq != self.seqs[at - 1]]
+        return [range(*ends) for ends in pairwise([*starts, len(self.seqs)])]
 
     def only(self, index: int) -> Batch:
         """Return the batch of one of the sequences, to be evicted from."""

@@ -273,6 +273,12 @@ class RaggedCache:
         self.pool.give(table[freed])
         self.length[seq] = after.view(-1, self.layers, self.kv_heads)
 
+    def shorten(self, seq: int, count: int) -> None:
+        """Drop the entries that each row of a sequence got last, ``count`` of them."""
+        before = self._page_mask(seq)
+        self.length[seq] -= count
+        self.pool.give(self.table[seq][before & ~self._page_mask(seq)].flip(0))
+
     @contextmanager
     def _opened(self, length: Tensor) -> Iterator[int]:
         """Open a sequence with pages for rows of ``length [L, H]``; an error closes it again."""

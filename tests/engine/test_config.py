@@ -155,12 +155,13 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         "dtype": "float32",
         "vision_cache": "1GiB",
         "endless": "False",
+        "lossless": "True",
         "threads": "1",
     }
     assert set(texts) == set(options()) - {"model", "kv_limit"}
     made = LmmsSettings.of({"pretrained": "here.gguf", **texts}).engine
     read: dict[str, Any] = {"risk": 0.02, "lookahead": 3.0, "evict_every": 4, "prefill_chunk": 64}
-    read |= {"page_size": 32, "endless": False, "threads": 1}
+    read |= {"page_size": 32, "endless": False, "lossless": True, "threads": 1}
     assert made == EngineConfig(model="here.gguf", **texts | read)
     assert LmmsSettings.of({"pretrained": "here"}).engine == EngineConfig(
         model="here", endless=False

@@ -202,35 +202,50 @@ struct column {
     const uint16_t *scales;
     const float *(*at)(const struct cache *, int64_t, int64_t, float *); /* decodes */
     float *wide; /* where head_dim is filled up: [LANES, dim + head_dim] */
+    uint8_t *apart; /* where pages hold an entry each: room for LANES of them */
 };
 
-/* `count` entries from `slot` on. Where no vector divides head_dim they are widened first. */
-static void take(const struct column *column, int64_t slot, int64_t count, struct block *block)
+/* Up to LANES entries from number `at` on, `most` at most, that lie in one page; or in a page each. */
+static void take(const struct column *column, int64_t at, int64_t most, struct block *block)
 {
-    int64_t dim = column->cache->head_dim, bits = column->bits;
-    *block = (struct block){.count = count, .bits = 32, .dim = column->dim, .stride = 4 * column->dim};
+    int64_t size = column->cache->page_size, dim = column->cache->head_dim, bits = column->bits;
+    int64_t left = size == 1 ? LANES : size - at % size, some = left < LANES ? left : LANES;
+    *block = (struct block){.count = most < some ? most : some, .bits = 32, .dim = column->dim,
+                            .stride = 4 * column->dim};
     if (dim == column->dim) {
         block->bits = bits, block->stride = dim * bits / 8;
-        block->codes = column->codes + slot * block->stride;
-        scales_at(column->scales, bits, slot, count, block->scale, block->zero);
-        return;
+        block->codes = column->apart;
+    } else
+        block->codes = (const uint8_t *)column->wide;
+    int64_t together = size == 1 ? 1 : block->count;
+    for (int64_t e = 0; e < block->count; e += together) {
+        int64_t slot = column->page[(at + e) / size] * size + (at + e) % size;
+        if (dim != column->dim) { /* no vector divides it: entries are widened */
+            const float *from = column->at(column->cache, slot, together, column->wide + LANES * column->dim);
+            for (int64_t i = 0; i < together; i++)
+                memcpy(column->wide + (e + i) * column->dim, from + i * dim, sizeof *from * (size_t)dim);
+            continue;
+        }
+        const uint8_t *codes = column->codes + slot * block->stride;
+        if (size == 1)
+            memcpy(column->apart + e * block->stride, codes, (size_t)block->stride);
+        else
+            block->codes = codes;
+        scales_at(column->scales, bits, slot, together, block->scale + e, block->zero + e);
     }
-    const float *from = column->at(column->cache, slot, count, column->wide + LANES * column->dim);
-    for (int64_t e = 0; e < count; e++)
-        memcpy(column->wide + e * column->dim, from + e * dim, sizeof *from * (size_t)dim);
-    block->codes = (const uint8_t *)column->wide;
 }
 
-/* Ask for the codes of page `number`, which are read while the page before it is computed. */
-static void ask_for(const struct column *column, int64_t number)
+/* Ask for the codes of the pages that follow entry `at`, which are read while those before are computed. */
+static void ask_for(const struct column *column, int64_t at)
 {
-    int64_t size = column->cache->page_size, left = column->length - number * size;
-    int64_t bytes = column->cache->head_dim * column->bits / 8;
-    if (left <= 0)
-        return;
-    const uint8_t *from = column->codes + column->page[number] * size * bytes;
-    for (int64_t at = 0; at < (left < size ? left : size) * bytes; at += 64)
-        __builtin_prefetch(from + at);
+    int64_t size = column->cache->page_size, bytes = column->cache->head_dim * column->bits / 8;
+    int64_t from = size == 1 ? at + LANES : at % size ? column->length : at + size;
+    int64_t to = from + (size == 1 ? LANES : size);
+    for (to = to < column->length ? to : column->length; from < to; from++) {
+        const uint8_t *codes = column->codes + (column->page[from / size] * size + from % size) * bytes;
+        for (int64_t line = 0; line < bytes; line += 64)
+            __builtin_prefetch(codes + line);
+    }
 }
 
 /* Heads of a group in so many parts, each of HEADS at most. */
@@ -239,42 +254,38 @@ static int64_t parts_of(int64_t group)
     return (group + HEADS - 1) / HEADS;
 }
 
-/* score [group, length] = keys query[group, dim]. */
-static void score_row(const struct column *keys, const float *query, int64_t group, float *score)
+/* Entries from .. to - 1 of a row for so many heads; `from` is the first of a page. What heads have of an
+ * entry lies `apart` floats from head to head. */
+struct part {
+    int64_t from, to, heads, apart;
+};
+
+/* score[head][entry] = key query[head]. */
+static void score_part(const struct column *keys, struct part of, const float *query, float *score)
 {
-    int64_t size = keys->cache->page_size, parts = parts_of(group);
-    for (int64_t number = 0, at = 0; at < keys->length; number++, at += size) {
-        int64_t live = keys->length - at < size ? keys->length - at : size;
-        ask_for(keys, number + 1);
-        for (int64_t from = 0; from < live; from += LANES) {
-            struct block block;
-            take(keys, keys->page[number] * size + from, live - from < LANES ? live - from : LANES, &block);
-            for (int64_t part = 0; part < parts; part++) {
-                int64_t first = group * part / parts, after = group * (part + 1) / parts;
-                score_block(&block, (int)(after - first), query + first * keys->dim, keys->length,
-                            score + first * keys->length + at + from);
-            }
+    struct block block;
+    for (int64_t at = of.from, parts = parts_of(of.heads); at < of.to; at += block.count) {
+        ask_for(keys, at);
+        take(keys, at, of.to - at, &block);
+        for (int64_t part = 0; part < parts; part++) {
+            int64_t first = of.heads * part / parts, after = of.heads * (part + 1) / parts;
+            score_block(&block, (int)(after - first), query + first * keys->dim, of.apart,
+                        score + first * of.apart + at);
         }
     }
 }
 
-/* out [group, dim] = shares [group, length] of the values. */
-static void mix_row(const struct column *values, const float *share, int64_t group, float *out)
+/* out[head] += the values, share[head][entry] of each. */
+static void mix_part(const struct column *values, struct part of, const float *share, float *out)
 {
-    int64_t size = values->cache->page_size, parts = parts_of(group);
-    memset(out, 0, sizeof *out * (size_t)(group * values->dim));
-    for (int64_t number = 0, at = 0; at < values->length; number++, at += size) {
-        int64_t live = values->length - at < size ? values->length - at : size;
-        ask_for(values, number + 1);
-        for (int64_t from = 0; from < live; from += LANES) {
-            struct block block;
-            take(values, values->page[number] * size + from, live - from < LANES ? live - from : LANES,
-                 &block);
-            for (int64_t part = 0; part < parts; part++) {
-                int64_t first = group * part / parts, after = group * (part + 1) / parts;
-                mix_block(&block, (int)(after - first), share + first * values->length + at + from,
-                          values->length, out + first * values->dim);
-            }
+    struct block block;
+    for (int64_t at = of.from, parts = parts_of(of.heads); at < of.to; at += block.count) {
+        ask_for(values, at);
+        take(values, at, of.to - at, &block);
+        for (int64_t part = 0; part < parts; part++) {
+            int64_t first = of.heads * part / parts, after = of.heads * (part + 1) / parts;
+            mix_block(&block, (int)(after - first), share + first * of.apart + at, of.apart,
+                      out + first * values->dim);
         }
     }
 }
@@ -294,15 +305,14 @@ static float soften(float *scores, int64_t count, float scale)
     return sum;
 }
 
-/* Add what each entry is paid to its state 0; scores [group, length] are probabilities by now. */
-static void add_mass(const struct cache *cache, int64_t row, int64_t group, int64_t join,
-                     const float *scores)
+/* Add what each of the first `count` entries is paid to its state 0; scores are probabilities by now. */
+static void add_mass(const struct cache *cache, int64_t row, int64_t group, int64_t join, int64_t count,
+                     int64_t apart, const float *scores)
 {
-    int64_t length = cache->length[row];
-    for (int64_t i = 0; i < length; i++) {
+    for (int64_t i = 0; i < count; i++) {
         float all = scores[i];
         for (int64_t g = 1; g < group; g++) {
-            float other = scores[g * length + i];
+            float other = scores[g * apart + i];
             all = join != JOIN_MAX ? all + other : other > all ? other : all;
         }
         cache->state[slot_of(cache, row, i) * cache->state_size] +=
@@ -319,50 +329,72 @@ static void copy_width(const float *from, int64_t count, int64_t from_width, int
         memcpy(to + i * to_width, from + i * from_width, sizeof *to * (size_t)both);
 }
 
-/* Give entries of tokens before `oldest` the score `value`, in all heads. */
+/* Give those of the first `count` entries whose tokens come before `oldest` the score `value`, in all heads. */
 static void hide(const struct cache *cache, int64_t row, int64_t group, int64_t oldest, float value,
-                 float *scores)
+                 int64_t count, int64_t apart, float *scores)
 {
-    int64_t length = cache->length[row];
-    for (int64_t i = 0; i < length; i++)
+    for (int64_t i = 0; i < count; i++)
         for (int64_t g = 0; g < group && cache->position[slot_of(cache, row, i)] < oldest; g++)
-            scores[g * length + i] = value;
+            scores[g * apart + i] = value;
 }
 
-/* query, out: [group, D], the heads that share this row; scores: room for group * length. A page
- * is read from memory once for the whole group. The row holds at least the entry of this step. Tokens
- * before `oldest` are not seen. */
-EXPORT void mmkv_attend(const struct cache *cache, int64_t row, const float *query, int64_t group,
-                int64_t mass, int64_t oldest, float *scores, float *out)
+/* Attend from the last `tokens` tokens of a row, whose entries are its last ones: each sees those before
+ * its own, and that. query, out: [tokens, group, D], the heads that share this row; scores: room for
+ * tokens * group * length. A page is read from memory once for all of them; what a token gets does not
+ * depend, not in one bit, on the others. Tokens before oldest[token] are not seen. */
+void attend_tokens(const struct cache *cache, int64_t row, const float *query, int64_t tokens, int64_t group,
+                   int64_t mass, const int64_t *oldest, float *scores, float *out)
 {
-    int64_t length = cache->length[row], dim = cache->head_dim;
+    int64_t length = cache->length[row], dim = cache->head_dim, heads = tokens * group;
     int64_t filled = (dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), whole = filled == dim;
-    float wide[whole ? 1 : LANES * (filled + dim)], queries[whole ? 1 : group * filled];
-    float mixed[whole ? 1 : group * filled];
+    float wide[whole ? 1 : LANES * (filled + dim)], queries[whole ? 1 : heads * filled];
+    float mixed[whole ? 1 : heads * filled];
+    uint8_t apart[cache->page_size == 1 ? LANES * 4 * dim : 1];
     struct column keys = {.cache = cache, .page = cache->table + row * cache->width, .length = length,
                           .bits = cache->key_bits, .dim = filled, .codes = cache->keys,
-                          .scales = cache->key_scale, .at = keys_at, .wide = wide};
+                          .scales = cache->key_scale, .at = keys_at, .wide = wide, .apart = apart};
     struct column values = keys;
     values.bits = cache->value_bits, values.codes = cache->values;
     values.scales = cache->value_scale, values.at = values_at;
     if (!whole) {
         memset(wide, 0, sizeof wide);
-        copy_width(query, group, dim, filled, queries);
+        copy_width(query, heads, dim, filled, queries);
+        query = queries;
     }
-    score_row(&keys, whole ? query : queries, group, scores);
-    if (oldest > 0)
-        hide(cache, row, group, oldest, -INFINITY, scores);
-    float scale = 1.0f / sqrtf((float)dim);
-    for (int64_t g = 0; g < group; g++) {
-        float share = 1.0f / soften(scores + g * length, length, scale);
-        for (int64_t i = 0; i < length; i++)
-            scores[g * length + i] *= share;
+    float *to = whole ? out : mixed, scale = 1.0f / sqrtf((float)dim);
+    memset(to, 0, sizeof *to * (size_t)(heads * filled));
+    /* whole pages that all see, or blocks of pages of one entry; then the rest of each */
+    int64_t size = cache->page_size == 1 ? LANES : cache->page_size;
+    int64_t shared = tokens > 1 ? (length - tokens + 1) / size * size : 0;
+    struct part all = {0, shared, heads, length};
+    score_part(&keys, all, query, scores);
+    for (int64_t t = 0; t < tokens; t++) {
+        int64_t seen = length - tokens + 1 + t;
+        float *own = scores + t * group * length;
+        score_part(&keys, (struct part){shared, seen, group, length}, query + t * group * filled, own);
+        if (oldest[t] > 0)
+            hide(cache, row, group, oldest[t], -INFINITY, seen, length, own);
+        for (int64_t g = 0; g < group; g++) {
+            float share = 1.0f / soften(own + g * length, seen, scale);
+            for (int64_t i = 0; i < seen; i++)
+                own[g * length + i] *= share;
+        }
+        if (oldest[t] > 0) /* exp stops above 0 */
+            hide(cache, row, group, oldest[t], 0, seen, length, own);
+        if (mass)
+            add_mass(cache, row, group, mass - 1, seen, length, own);
     }
-    if (oldest > 0) /* exp stops above 0 */
-        hide(cache, row, group, oldest, 0, scores);
-    if (mass)
-        add_mass(cache, row, group, mass - 1, scores);
-    mix_row(&values, scores, group, whole ? out : mixed);
+    mix_part(&values, all, scores, to);
+    for (int64_t t = 0; t < tokens; t++)
+        mix_part(&values, (struct part){shared, length - tokens + 1 + t, group, length},
+                 scores + t * group * length, to + t * group * filled);
     if (!whole)
-        copy_width(mixed, group, filled, dim, out);
+        copy_width(mixed, heads, filled, dim, out);
+}
+
+/* As attend_tokens, from the last token. */
+EXPORT void mmkv_attend(const struct cache *cache, int64_t row, const float *query, int64_t group,
+                int64_t mass, int64_t oldest, float *scores, float *out)
+{
+    attend_tokens(cache, row, query, 1, group, mass, &oldest, scores, out);
 }

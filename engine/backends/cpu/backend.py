@@ -109,7 +109,8 @@ class CpuBackend(Backend):
             return decoder.step(self.cache, batch, requests)
         finally:
             if decoder.latest.done:
-                counts.log_beta, counts.step = decoder.log_beta, decoder.noted
+                if not batch.bare:
+                    counts.log_beta, counts.step = decoder.log_beta, decoder.noted
                 counts.appended = 1
                 if self.cache.memory:
                     batch.store_positions(self.cache)
@@ -118,7 +119,7 @@ class CpuBackend(Backend):
                 else:
                     evictor.commit(batch, counts)
                     counts.tried = True
-                if model.has_on_append:
+                if model.has_on_append and not batch.bare:
                     self._write_state(decoder, batch)
                 if writes is not None:
                     writes.store(self.cache.pool, self._newest_slots(batch.seqs))
@@ -158,18 +159,23 @@ class CpuBackend(Backend):
 
     def _write_state(self, decoder: NativeDecoder, batch: Batch) -> None:
         """Give the entries of the step that C has just made their state."""
-        seqs = torch.tensor(batch.seqs)
-        slots = self._newest_slots(batch.seqs)[..., None]
-        taps = [tap[:, None] for tap in decoder.tapped]
-        position = torch.tensor(batch.seen)[:, None]
-        scorer, outputs = self.model.policy.scoring, self.model.decoder.output
-        write_state(self.cache, scorer, seqs, slots, position, False, taps, outputs)
+        runs, scorer, outputs = batch.runs, self.model.policy.scoring, self.model.decoder.output
+        for at in range(max(map(len, runs))):  # token after token: a scorer may remember the last
+            rows = [run[at] for run in runs if at < len(run)]
+            behind = [len(run) - 1 - at for run in runs if at < len(run)]
+            seqs = [batch.seqs[row] for row in rows]
+            slots = self._newest_slots(seqs, behind)[..., None]
+            taps = [tap[rows, None] for tap in decoder.tapped]
+            position = torch.tensor([batch.seen[row] for row in rows])[:, None]
+            where = self.cache, scorer, torch.tensor(seqs), slots, position
+            write_state(*where, False, taps, outputs)
 
-    def _newest_slots(self, sequences: Sequence[int]) -> Tensor:
-        """Flat slots ``[B, L, H]`` of the last entry of every row."""
+    def _newest_slots(self, sequences: Sequence[int], behind: Sequence[int] = (0,)) -> Tensor:
+        """Flat slots ``[B, L, H]`` of the last entry of every row but for ``behind`` more."""
         cache = self.cache
         seqs = torch.tensor(sequences)
-        last, size = cache.length[seqs] - 1, cache.pool.page_size
+        last = cache.length[seqs] - 1 - torch.tensor(behind)[:, None, None]
+        size = cache.pool.page_size
         page = cache.table[seqs].gather(-1, (last // size)[..., None])[..., 0]
         return page * size + last % size
 

@@ -82,7 +82,7 @@ class Cache(Structure):
     _fields_ = [
         *((name, c_void_p) for name in (*COLUMNS, "length", "table", "stack")),
         *_each(c_int64, "free rows width page_size head_dim state_size"),
-        *_each(c_int64, "key_bits value_bits rotated"),
+        *_each(c_int64, "key_bits value_bits rotated behind"),
     ]
 
 

@@ -29,6 +29,8 @@ class CacheViews:
     def of(self, cache: RaggedCache, seqs: Sequence[int]) -> ctypes.Array[Cache]:
         """Return the views of the sequences ``seqs`` for one call of C.
 
+        One may stand there several times in a row: its tokens then follow each other.
+
         Where that takes pages or gives some back, the first view's ``free`` says how many are left:
         the pool has to have it, also when Ctrl-C lands the moment C returns.
         """
@@ -48,6 +50,9 @@ class CacheViews:
             for view, seq in zip(self._each, seqs, strict=True):
                 first = seq * cache.rows
                 view.length, view.table = rows + 8 * first, tables + width * first
+            for index in range(len(seqs) - 1, -1, -1):  # tokens of one sequence in a row
+                more = index + 1 < len(seqs) and seqs[index + 1] == seqs[index]
+                self._each[index].behind = self._each[index + 1].behind + 1 if more else 0
             self._seqs = seqs
         self._each[0].free = cache.pool.free_pages  # of the first view alone, to and from C
         return self._views

@@ -116,7 +116,7 @@ class NativeDecoder:
         scales = spec.rope.scale, (spec.local_rope or spec.rope).scale
         # `done` of it: whether C has made the latest step, which is whole then.
         self.latest, self._batch_slots = Step(rope_scale=scales), (BatchSlot * 0)()
-        self.latest.mass = 1 + JOINS.index(mass) if mass else 0
+        self._mass, self._trunk = 1 + JOINS.index(mass) if mass else 0, self._model.trunk
         self.latest.taps, self.latest.tap_layer = len(taps), self._tap_layers.data_ptr()
         self._batch_slot: list[BatchSlot] = []  # to take one out of the array anew is slow
         self._model_ref, self._step_ref = byref(self._model), byref(self.latest)
@@ -160,9 +160,15 @@ class NativeDecoder:
         return self.latest.evicting / 1e9
 
     def step(
-        self, cache: RaggedCache, batch: Batch, requests: ctypes.Array[Eviction] | None = None
+        self,
+        cache: RaggedCache,
+        batch: Batch,
+        requests: ctypes.Array[Eviction] | None = None,
     ) -> Tensor:
-        """Append one text token to each of B different sequences, and evict.
+        """Append one text token to each of B sequences, and evict.
+
+        A sequence may stand several times in a row, with tokens that follow each other: pages are
+        then read once for all of them.
 
         Every weight is read once for all of them, and each is computed as if it were alone: the
         logits of a sequence do not depend, not in one bit, on its company.
@@ -204,7 +210,11 @@ class NativeDecoder:
         logits = torch.empty(batch_slots, self._vocab)
         step.batch_slots, step.threads, step.logits = batch_slots, threads, logits.data_ptr()
         step.requests = requests
-        if self._entry_shape is not None:
+        step.mass, self._model.trunk = (0, 0) if batch.bare else (self._mass, self._trunk)
+        if batch.bare:  # log beta is 0, no queries are kept, no attention is summed up
+            for batch_slot in self._batch_slot[:batch_slots]:
+                batch_slot.queries = None
+        elif self._entry_shape is not None:
             self._make_log_beta(batch_slots, self._entry_shape)
         self._make_scratch(0, threads, batch_slots)
         while True:

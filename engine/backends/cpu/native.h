@@ -99,6 +99,7 @@ struct cache {
     int64_t free, rows, width, page_size, head_dim, state_size;
     int64_t key_bits, value_bits; /* of a code: 32 (float), 16 (bfloat16), 8 or 4 */
     int64_t rotated;              /* whether keys, values and queries are turned by turn_features */
+    int64_t behind; /* the last entries of each row that belong to later tokens of the same step */
 };
 
 /* One sequence's part of a step. */
@@ -123,7 +124,7 @@ struct step {
     float *tapped;             /* [taps, batch slots, hidden] */
     float *log_beta;           /* [batch slots, rows]; NULL without gates */
     int64_t taps;
-    int64_t room;            /* the longest row that the scratch is made for */
+    int64_t room;            /* the scores of a head that the scratch is made for: a row, for each token */
     int64_t pages, width, longest; /* left behind: free pages, table columns and scratch it takes */
     int64_t done;     /* left behind: 1, or 0 if one of them was not there */
     int64_t evicting; /* nanoseconds of eviction, of all steps so far */
@@ -289,6 +290,8 @@ void int8_row(const struct linear *map, int64_t row, float *to);
 /* attention.c */
 void mmkv_attend(const struct cache *cache, int64_t row, const float *query, int64_t group,
                 int64_t mass, int64_t oldest, float *scores, float *out);
+void attend_tokens(const struct cache *cache, int64_t row, const float *query, int64_t tokens, int64_t group,
+                   int64_t mass, const int64_t *oldest, float *scores, float *out);
 
 /* delta.c */
 void delta_group(float *state, int64_t group, int64_t dk, int64_t dv, const float *q, const float *k,
@@ -297,7 +300,7 @@ void conv_token(const float *x, const float *weight, int64_t taps, float *state,
                 float *y);
 
 /* pages.c */
-void plan_append(const struct cache *cache, struct step *step);
+void plan_append(const struct cache *cache, int64_t before, struct step *step);
 void append_entry(struct cache *cache, int64_t position);
 void drop_entries(struct cache *cache, int64_t *victims, int64_t count);
 

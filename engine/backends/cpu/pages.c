@@ -3,18 +3,18 @@
 
 #include "native.h"
 
-/* Add up what the step needs to append one entry to every row. Changes nothing else: growing the
- * pool, the table and the scratch is Python's part. */
-void plan_append(const struct cache *cache, struct step *step)
+/* Add up what the step needs to append one entry to every row, once it has appended `before` others.
+ * Changes nothing else: growing the pool, the table and the scratch is Python's part. */
+void plan_append(const struct cache *cache, int64_t before, struct step *step)
 {
     int64_t longest = 0;
     for (int64_t row = 0; row < cache->rows; row++) {
-        int64_t length = cache->length[row];
+        int64_t length = cache->length[row] + before;
         step->pages += length % cache->page_size == 0;
         longest = length + 1 > longest ? length + 1 : longest;
     }
-    int64_t width = pages_of(cache, longest);
-    step->longest = longest > step->longest ? longest : step->longest;
+    int64_t width = pages_of(cache, longest), scores = longest * (before + 1);
+    step->longest = scores > step->longest ? scores : step->longest;
     step->width = width > step->width ? width : step->width;
 }
 
@@ -29,6 +29,7 @@ void append_entry(struct cache *cache, int64_t position)
         int64_t slot = slot_of(cache, row, length);
         cache->position[slot] = (int32_t)position;
         cache->modality[slot] = 0;
+        cache->log_beta[slot] = 0; /* where no gate says it */
         if (cache->state_size) /* else there is no such column */
             memset(cache->state + slot * cache->state_size, 0, sizeof(float) * cache->state_size);
     }

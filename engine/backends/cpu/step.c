@@ -131,6 +131,18 @@ static float *of_batch_slot(struct vectors x, int64_t batch_slot)
     return x.at + batch_slot * x.stride;
 }
 
+/* Whether a batch slot's token follows that of the one before it in the same sequence. */
+static int goes_on(const struct cache *caches, int64_t batch_slot)
+{
+    return batch_slot > 0 && caches[batch_slot - 1].behind > 0;
+}
+
+/* Slot of the entry that a batch slot's token has in a row. */
+static int64_t newest_slot(const struct cache *cache, int64_t row)
+{
+    return slot_of(cache, row, cache->length[row] - 1 - cache->behind);
+}
+
 static void begin(struct worker *me, int64_t chunks)
 {
     me->chunks = chunks;
@@ -191,18 +203,26 @@ static float logistic(float x)
     return 1.0f / (1.0f + exp_float(-x));
 }
 
-/* Finish one KV head of a batch slot: norm and turn its queries and key, store key and value, attend. */
-static void attend_head(const struct model *model, const struct layer *layer, struct cache *cache,
-                        int64_t head, int64_t batch_slot, struct worker *me)
+/* Where a batch slot's heads that share a row have their queries. */
+static float *query_of(const struct model *model, int64_t head, int64_t batch_slot, const struct worker *me)
+{
+    int64_t queries = (model->output_gate ? 2 : 1) * model->heads;
+    return of_batch_slot(me->qkv, batch_slot) + queries / model->kv_heads * head * model->head_dim;
+}
+
+/* Norm and turn one KV head's queries and key of a batch slot, and store key and value. Queries and gates lie
+ * side by side in the projection; the gates go to `gate`. */
+static void store_head(const struct model *model, const struct layer *layer, struct cache *cache,
+                       int64_t head, int64_t batch_slot, float *gate, struct worker *me)
 {
     int64_t dim = model->head_dim, group = model->heads / model->kv_heads;
     int64_t row = layer->entry * model->kv_heads + head, gated = model->output_gate;
     int64_t queries = (gated ? 2 : 1) * model->heads;
-    float *qkv = of_batch_slot(me->qkv, batch_slot), gate[gated ? group * dim : 1];
-    float *query = qkv + queries / model->kv_heads * head * dim;
+    float *qkv = of_batch_slot(me->qkv, batch_slot);
+    float *query = query_of(model, head, batch_slot, me);
     float *key = qkv + (queries + head) * dim;
     float *value = qkv + (queries + model->kv_heads + head) * dim;
-    for (int64_t i = 0; gated && i < group; i++) { /* side by side */
+    for (int64_t i = 0; gated && i < group; i++) {
         memcpy(gate + i * dim, query + (2 * i + 1) * dim, sizeof *gate * (size_t)dim);
         memmove(query + i * dim, query + 2 * i * dim, sizeof *gate * (size_t)dim);
     }
@@ -220,15 +240,38 @@ static void attend_head(const struct model *model, const struct layer *layer, st
     for (int64_t i = 0, size = me->step->window; mine->queries && i < group; i++)
         memcpy(mine->queries + ((row * group + i) * size + mine->position % size) * dim,
                query + i * dim, sizeof(float) * dim);
-    int64_t slot = slot_of(cache, row, cache->length[row] - 1);
-    float *mixed = of_batch_slot(me->mixed, batch_slot) + head * group * dim;
-    mmkv_store(cache, slot, key, value);
-    int64_t oldest = layer->window ? mine->position - layer->window + 1 : 0;
-    mmkv_attend(cache, row, query, group, me->step->mass, oldest, me->scores, mixed);
-    for (int64_t i = 0; i < group; i++)
-        turn_features(cache, mixed + i * dim);
-    for (int64_t i = 0; gated && i < group * dim; i++)
-        mixed[i] *= logistic(gate[i]);
+    mmkv_store(cache, newest_slot(cache, row), key, value);
+}
+
+/* Finish one KV head of a sequence: of a batch slot, and of those after it that are later tokens of the same
+ * sequence. */
+static void attend_head(const struct model *model, const struct layer *layer, struct cache *caches,
+                        int64_t head, int64_t batch_slot, struct worker *me)
+{
+    int64_t dim = model->head_dim, group = model->heads / model->kv_heads, gated = model->output_gate;
+    int64_t tokens = caches[batch_slot].behind + 1, each = group * dim;
+    float gate[gated ? tokens * each : 1], queries[tokens > 1 ? tokens * each : 1];
+    float outputs[tokens > 1 ? tokens * each : 1], *query = query_of(model, head, batch_slot, me);
+    float *mixed = of_batch_slot(me->mixed, batch_slot) + head * each;
+    int64_t oldest[tokens];
+    for (int64_t t = 0; t < tokens; t++) {
+        int64_t slot = batch_slot + t, position = me->step->batch_slot[slot].position;
+        store_head(model, layer, caches + slot, head, slot, gate + (gated ? t * each : 0), me);
+        oldest[t] = layer->window ? position - layer->window + 1 : 0;
+        if (tokens > 1)
+            memcpy(queries + t * each, query_of(model, head, slot, me), sizeof *query * (size_t)each);
+    }
+    attend_tokens(caches + batch_slot, layer->entry * model->kv_heads + head, tokens > 1 ? queries : query,
+                  tokens, group, me->step->mass, oldest, me->scores, tokens > 1 ? outputs : mixed);
+    for (int64_t t = 0; t < tokens; t++) {
+        float *to = of_batch_slot(me->mixed, batch_slot + t) + head * each;
+        if (tokens > 1)
+            memcpy(to, outputs + t * each, sizeof *to * (size_t)each);
+        for (int64_t i = 0; i < group; i++)
+            turn_features(caches + batch_slot, to + i * dim);
+        for (int64_t i = 0; gated && i < each; i++)
+            to[i] *= logistic(gate[t * each + i]);
+    }
 }
 
 /* Finish one key head of a batch slot, and the value heads that it serves, in a layer of the gated delta
@@ -297,7 +340,7 @@ static void store_gates(const struct model *model, const struct layer *layer, st
         dot_rows(layer->readout.weight + head * layer->readout.in, 1, layer->readout.in, trunk, z);
         z[0] += layer->readout.bias[head];
         int64_t row = layer->entry * model->kv_heads + head;
-        made[row] = cache->log_beta[slot_of(cache, row, cache->length[row] - 1)] =
+        made[row] = cache->log_beta[newest_slot(cache, row)] =
             (z[0] < 0 ? z[0] : 0.0f) - log1pf(expf(-fabsf(z[0])));
     }
 }
@@ -380,10 +423,10 @@ static void attend(const struct model *model, struct cache *caches, const struct
     begin(me, rows + (model->trunk > 1 ? chunks_of(trunk, trunk->out) : 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
         int64_t batch_slot = chunk / heads;
-        if (chunk < rows)
-            attend_head(model, layer, caches + batch_slot, chunk % heads, batch_slot, me);
-        else
+        if (chunk >= rows)
             trunk_chunk(trunk, me->trunk[0], me->trunk[1], me->batch_slots, chunk - rows);
+        else if (!goes_on(caches, batch_slot))
+            attend_head(model, layer, caches, chunk % heads, batch_slot, me);
     }
     end(me);
 }
@@ -595,8 +638,10 @@ static void start_batch_slot(const struct model *model, const struct step *step,
 static int has_room(const struct cache *caches, struct step *step)
 {
     step->pages = step->width = step->longest = 0;
-    for (int64_t batch_slot = 0; batch_slot < step->batch_slots; batch_slot++)
-        plan_append(caches + batch_slot, step);
+    for (int64_t batch_slot = 0, before = 0; batch_slot < step->batch_slots; batch_slot++) {
+        before = goes_on(caches, batch_slot) ? before + 1 : 0;
+        plan_append(caches + batch_slot, before, step);
+    }
     return step->pages <= caches->free && step->width <= caches->width &&
            step->longest <= step->room;
 }
@@ -613,7 +658,8 @@ static int64_t nanoseconds(void)
 }
 
 /* Append one token to each batch slot's sequence, compute its logits, [batch slots, vocab], and evict what was
- * ordered; or, without room, change nothing. The caches share one stack of free pages: the first
+ * ordered; or, without room, change nothing. Batch slots side by side may be tokens of one sequence, one after
+ * the other (`behind` of its caches), where no layer keeps a state; each computes what it would alone. The caches share one stack of free pages: the first
  * says how many there are, and all of them afterwards. */
 EXPORT void mmkv_step(const struct model *model, struct cache *caches, struct step *step)
 {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mmkv.engine.backends.base import Backend, Batch, Counts, LoadedModel, Scored
-from mmkv.engine.backends.torch.step import DecodeStep
+from mmkv.engine.backends.torch.step import DecodeStep, PackedChunks, PrefillChunk
 from mmkv.engine.scorer_state import score_entries, write_state
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class TorchBackend(Backend):
 
     def decode(self, batch: Batch, counts: Counts) -> Tensor:
         """See :class:`mmkv.engine.backends.base.Backend`; nothing is evicted."""
+        runs = batch.runs
+        if len(runs) < len(batch.seqs):
+            return self._decode_runs(batch, runs, counts)
         model, cache, decoder = self.model, self.cache, self.model.decoder
         device = cache.length.device
         seqs = torch.tensor(batch.seqs, device=device)
@@ -63,6 +66,42 @@ class TorchBackend(Backend):
         step.put_states()
         counts.log_beta = None if log_beta is None else log_beta[None]
         counts.appended, counts.uncut = 1, range(len(batch.seqs))
+        return logits
+
+    def _decode_runs(self, batch: Batch, runs: Sequence[range], counts: Counts) -> Tensor:
+        """Append several tokens to each sequence, as prompts are; the last bits may differ."""
+        model, cache, decoder = self.model, self.cache, self.model.decoder
+        device, sizes = cache.length.device, [len(run) for run in runs]
+        position = torch.tensor(batch.seen, device=device).split(sizes)
+        chunks = [
+            PrefillChunk(
+                cache,
+                model.spec,
+                batch.seqs[run.start],
+                own,
+                torch.zeros_like(own, dtype=torch.uint8),
+                model.needs,
+                batch.seen[run.stop - 1] + 1,
+                bool(cache.length[batch.seqs[run.start]].any()),
+            )
+            for run, own in zip(runs, position, strict=True)
+        ]
+        ids, tapped = torch.tensor(batch.tokens, device=device), list[Tensor]()
+        step = PackedChunks(chunks)
+        hidden, log_beta = decoder.forward(
+            decoder.embed(ids), model.angles(batch), step, tapped=tapped
+        )
+        logits = decoder.logits(hidden)
+        betas = [None] * len(runs) if log_beta is None else log_beta.split(sizes)
+        taps = [tap.split(sizes) for tap in tapped]
+        for index, (chunk, beta) in enumerate(zip(chunks, betas, strict=True)):
+            if model.has_on_append:
+                chunk.write_state(
+                    model.policy.scoring, [tap[index] for tap in taps], decoder.output, prompt=False
+                )
+            chunk.finish(beta)
+        batch.store_positions(cache)
+        counts.appended = 1
         return logits
 
     def evict(self, batch: Batch, counts: Counts) -> None:

@@ -243,12 +243,16 @@ class PrefillChunk:
         return (~self._dropped).nonzero().flatten()
 
     def write_state(
-        self, scorer: Scorer, taps: Sequence[Tensor], outputs: Callable[[int], Tensor]
+        self,
+        scorer: Scorer,
+        taps: Sequence[Tensor],
+        outputs: Callable[[int], Tensor],
+        prompt: bool = True,
     ) -> None:
         """Have the scorer give the chunk's entries their state; ``taps [C, d]`` each."""
         seqs = torch.tensor([self.seq], device=self.position.device)
         slots, taps = self.slots[None], [tap[None] for tap in taps]
-        write_state(self.cache, scorer, seqs, slots, self.position[None], True, taps, outputs)
+        write_state(self.cache, scorer, seqs, slots, self.position[None], prompt, taps, outputs)
 
     def finish(self, log_beta: Tensor | None) -> int:
         """Store what the pass has found beside keys and values.
