@@ -95,6 +95,8 @@ def calibrate(
         min_pixels=options.min_pixels,
         max_pixels=options.max_pixels,
     )
+    if runtime.drafts is not None:
+        raise UsageError("lossless sessions forget nothing; leave out --lossless")
     if not runtime.policy.evicts:
         raise UsageError(f"policy {runtime.policy.name} forgets nothing; give a --budget")
     from mmkv.training.data.examples import examples

@@ -282,6 +282,8 @@ class LossControl:
         on_risk: str = "say",
         reread_budget: Budget | float | str | None = None,
     ) -> None:
+        if engine.drafts is not None:
+            raise InputError("lossless sessions forget nothing; leave out lossless or calibration")
         if on_risk not in ON_RISK:
             raise InputError(f"on_risk is {shown(on_risk)}; give {', '.join(ON_RISK)}")
         self.calibration = read_calibration(path)

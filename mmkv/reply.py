@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.engine.backends.cuda.kernels.sample import Draw
     from mmkv.engine.contents import Memory
+    from mmkv.engine.drafts import Guess
     from mmkv.engine.sequence import CachedSequence
     from mmkv.session import Session
 
@@ -287,16 +288,47 @@ class ReplyWriter:
             self.scored.append(TokenLogprob(token, own, tuple(zip(tokens, values, strict=True))))
         return token
 
+    def foresee(self) -> Guess:
+        """Return what chooses the tokens that are drafted behind the latest one.
+
+        They are chosen as this reply will choose them if the logits are right, with the same random
+        numbers, which stay its own. Only what a grammar or a thought's budget may ask for by then
+        is not known. It ends at a token that is never fed: the reply's last, or behind it.
+        """
+        forced, left = deque(self._forced), self.limit - len(self.token_ids) - 1
+        sampler: Sampler | None = None
+
+        def guess(logits: torch.Tensor) -> int | None:
+            nonlocal left, sampler
+            if left < 1:
+                return None
+            if sampler is None:  # most steps are drafted already, and ask for no guess
+                sampler = self._sampler.copy()
+            try:
+                token = forced.popleft() if forced else sampler.draw(logits, self._biased(logits))
+            except STOPS:
+                raise
+            except BaseException:  # it is the reply's own when it gets there
+                return None
+            sampler.note_token(token)
+            left -= 1
+            return None if token in self._eos else token
+
+        return guess
+
     def _changed(self, logits: torch.Tensor) -> torch.Tensor:
         """Return what a token is drawn from: the model's logits [vocab], biased and bound."""
-        bound = self._constraint
+        bound, logits = self._constraint, self._biased(logits)
+        return logits if bound is None or not bound.masks else bound.allowed(logits)
+
+    def _biased(self, logits: torch.Tensor) -> torch.Tensor:
         if self._logit_settings.bias:
             if self._added is None:
                 self._added = torch.zeros_like(logits, dtype=torch.float32)
                 for token, bias in self._logit_settings.bias.items():
                     self._added[token] += bias
             logits = logits + self._added
-        return logits if bound is None or not bound.masks else bound.allowed(logits)
+        return logits
 
     def take_scored(self) -> list[TokenLogprob]:
         """Return the log probabilities that are new since the last call."""
@@ -556,7 +588,10 @@ def step(engine: Engine, going: Sequence[tuple[Session, ReplyWriter, int]]) -> l
     if steps < 2:
         with engine.lock:  # the logits are read back before another thread's step
             if engine.loss_control is None:
-                chosen = _chosen(engine, sessions, writers, engine.decode(sessions, tokens))
+                ahead = engine.drafts is not None
+                guesses = [writer.foresee() for writer in writers] if ahead else None
+                logits = engine.decode(sessions, tokens, guesses)
+                chosen = _chosen(engine, sessions, writers, logits)
             else:
                 chosen = _weighed(engine, sessions, writers, tokens)
         for writer in writers:

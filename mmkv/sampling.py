@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
@@ -189,11 +190,18 @@ class Sampler:
             sorted({*never, *(word[0] for word in words if len(word) == 1)}), dtype=np.int64
         )
         self._words = [word for word in words if len(word) > 1]
-        self._random: random.Random | None = None
+        self._random = random.Random(self.sampling.seed)
         self._before = 0
         self._read: np.ndarray | None = None  # bool [vocab]
         self._counts: Counter[int] = Counter()
         self._said: list[int] = []
+
+    def copy(self) -> Sampler:
+        """Return one of its own that draws as this one would; neither changes the other."""
+        made = copy.copy(self)
+        made._random, made._counts = copy.copy(self._random), self._counts.copy()
+        made._said, made._read = [*self._said], None if self._read is None else self._read.copy()
+        return made
 
     def begin(self, read: int) -> None:
         """Note which ids stand before the reply (:mod:`mmkv.engine.read_ids`)."""
@@ -238,8 +246,6 @@ class Sampler:
         values = self._allowed(values if changed is None or own else _values(changed))
         if chosen.temperature == 0:
             return int(values.argmax())
-        if self._random is None:
-            self._random = random.Random(chosen.seed)
         ids, weight = _likely(values, chosen)
         mass = weight.cumsum(dtype=np.float64)
         place = int(np.searchsorted(mass, self._random.random() * mass[-1], side="right"))

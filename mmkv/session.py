@@ -616,6 +616,9 @@ class Session(CachedSequence):
             what the history has of it: the answer alone where the thought is forgotten.
         """
         self.end_weighing(writer)
+        with self.engine.lock:
+            if not self.closed:
+                self.drop_ahead()  # pages of what the reply does not say
         self.unfed = () if writer.unfed is None else (writer.unfed,)
         fed = writer.token_ids if writer.unfed is None else writer.token_ids[:-1]
         thought = writer.thought if self.forget_thoughts and writer.failure is None else None
@@ -658,6 +661,7 @@ class Session(CachedSequence):
             if self.closed:
                 return False
             self.close_again()
+            self.drop_ahead()
             if self._before_turn is not None:
                 before, self._before_turn = self._before_turn, None
                 self._become(before)
@@ -713,7 +717,12 @@ class Session(CachedSequence):
         return logits
 
     def begin_weighing(self) -> None:
-        """Begin to weigh the reply to what has been read, where there is a calibration."""
+        """Begin to weigh the reply to what has been read, where there is a calibration.
+
+        What lossless decoding drafts is counted from here on, too.
+        """
+        if self.ahead is not None:
+            self.ahead.drafted = self.ahead.accepted = 0
         control = self.engine.loss_control
         self.weighing = None if control is None else control.begin(self)
 

@@ -112,10 +112,18 @@ def memory_line(session: Session) -> str:
         f"kept {memory.entries:,} of {total:,} entries ({share:.0f} %), {physical} physical in "
         f"{memory.pages:,} pages; policy {engine.policy.name}"
     )
+    if engine.drafts is not None:
+        bound = f"{session.budget.describe()}{in_form(engine)}"
+        return f"{line}, budget {bound}, drafts: {_drafts(memory)}; all entries stay"
     if not engine.policy.evicts:
         return f"{line} {_without_budget(engine.policy)}"
     line += f", budget {session.budget.describe()}{in_form(engine)}"
     return line if memory.evicted else f"{line}: nothing had to be evicted"
+
+
+def _drafts(memory: Memory) -> str:
+    """Say how often lossless decoding foresaw the latest reply."""
+    return f"{memory.accepted:,} of {memory.drafted:,} tokens right"
 
 
 def in_form(engine: Runtime) -> str:
@@ -149,6 +157,7 @@ def statistics(session: Session) -> RenderableType:
         *([("linear layers", format_bytes(memory.state_bytes))] if memory.state_bytes else []),
         ("features of pictures", format_bytes(memory.vision_bytes)),
         ("held for /undo", format_bytes(session.snapshot_bytes)),
+        *([("drafts", _drafts(memory))] if engine.drafts is not None else []),
         ("decode step", session.decode_path),
         ("eviction", engine.evict_path),
         ("policy, budget", f"{engine.policy.name}, {session.budget.describe()}{in_form(engine)}"),
@@ -208,6 +217,8 @@ def record(session: Session, model: str) -> dict[str, Any]:
         "over_risk": memory.over_risk,
         "risk_unknown": memory.risk_unknown,
         "escalated": memory.escalated,
+        "drafted": memory.drafted,
+        "accepted": memory.accepted,
         "notes": session.notes,
         "memory": {
             "pages": memory.pages,

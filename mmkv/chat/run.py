@@ -263,7 +263,8 @@ def cost_line(session: Session, conversation: list[dict[str, Any]]) -> str:
     """Compare the latest reply of ``session`` with what the full cache makes of it.
 
     Both caches are fed the prompt and the tokens of the reply, its end token too. The difference
-    is the mean over them of KL(full || kept), in nats.
+    is the mean over them of KL(full || kept), in nats. Lossless decoding has had the full cache:
+    then it says how many tokens were drafted.
 
     Args:
         conversation: the messages that ``session`` was sent, with their media.
@@ -275,6 +276,9 @@ def cost_line(session: Session, conversation: list[dict[str, Any]]) -> str:
 
     assert session.last is not None
     engine, tokens = session.engine, session.last.token_ids
+    if engine.drafts is not None:
+        right = session.memory().accepted
+        return f"no cost of eviction (lossless): {right} of {len(tokens)} tokens came from drafts"
     inputs = engine.inputs(conversation)
     whole = Engine(
         engine.family,

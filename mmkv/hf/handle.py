@@ -36,7 +36,6 @@ from mmkv.engine.model.spec import DecoderSpec, RopeSpec, attention_windows
 from mmkv.engine.model.weights import DecoderWeights, separate
 from mmkv.engine.policies import Policy, make_policy
 from mmkv.engine.runtime import Runtime
-from mmkv.engine.scorer_state import tap_layers
 from mmkv.engine.system import require_card
 from mmkv.hf.cache import RetainedCache
 from mmkv.hf.generate import Call
@@ -519,6 +518,11 @@ class HostedRuntime(Runtime):
     """An engine whose forward pass is a transformers model's."""
 
     def __init__(self, family: HostedFamily, *parts: Any, **options: Any) -> None:
+        if options.get("lossless"):
+            raise PolicyError(
+                f"lossless decoding does not run the layers of transformers that a "
+                f"{family.config.model_type!r} model has; leave lossless out"
+            )
         super().__init__(family, *parts, **options)
         policy = self.policy
         needs = policy.scoring.needs
@@ -529,8 +533,9 @@ class HostedRuntime(Runtime):
                 f"{family.config.model_type!r} model use one such as 'dbtrimkv' or 'snapkv'"
             )
 
-    def _make_decoder(self, weights: DecoderWeights, gates: Gates | None) -> HostedDecoder:
-        taps = tap_layers(self.policy, self.spec)
+    def _make_decoder(
+        self, weights: DecoderWeights, gates: Gates | None, taps: tuple[int, ...]
+    ) -> HostedDecoder:
         family: Any = self.family
         return HostedDecoder(self.spec, weights, gates, taps, family.model)
 

@@ -222,7 +222,7 @@ def refuse_budget(facts: Facts, given: bool, field: str) -> None:
     """Refuse a budget where all sessions share one, or where none is used. Raises ApiError."""
     refuse_if_shared(facts, given, field)
     if facts.unbound and given:
-        what = f"policy {facts.policy!r} evicts nothing, so that {field} would bind nothing"
+        what = f"{facts.unbound}, so that {field} would bind nothing"
         raise unsupported(field, f"{what}; leave it out, or ask another server")
 
 

@@ -100,7 +100,7 @@ def most_entries(engine: Engine, budget: Budget, seen: int) -> int | None:
 
     None: nothing binds it. Where sessions share a budget, it is that of all.
     """
-    if why_unbound(engine.policy) is not None:
+    if why_unbound(engine) is not None:
         return None
     if engine.shared is not None:
         return engine.shared.entries

@@ -682,7 +682,7 @@ def _facts(engine: Engine, lookahead: float, kept_tokens: int) -> Facts:
         "cuts": f"message ends but before a reply, chunks of {engine.prefill_chunk}",
         "template": engine.processor.template.source,
     }
-    unbound = why_unbound(engine.policy) is not None
+    unbound = why_unbound(engine)
     return Facts(
         base_key=digest_of(identity),
         policy=engine.policy.name,
@@ -690,7 +690,7 @@ def _facts(engine: Engine, lookahead: float, kept_tokens: int) -> Facts:
         unbound=unbound,
         lookahead=lookahead,
         context=engine.spec.max_position,
-        longest=kept_tokens if engine.endless and not unbound else None,
+        longest=kept_tokens if engine.endless and unbound is None else None,
         vocabulary=engine.spec.vocab_size,
         sees=engine.processor.sees,
         watches=engine.processor.watches,

@@ -122,7 +122,10 @@ def first_lines(state: ServerState, port: int) -> list[str]:
     pool, pages = engine.cache.pool, engine.budgets.lasting_pages(engine.budget)
     page = f"a page to chat with at {where}/, " if settings.page else ""
     lines = [f"{settings.name} is ready: {page}OpenAI's and Anthropic's APIs at {where}/v1"]
-    if pages is None or facts.shared or pool.limit is None:
+    if engine.drafts is not None:
+        bound = facts.budget.describe()
+        lines.append(f"lossless: policy {facts.policy}, budget {bound}, drafts; all entries stay")
+    elif pages is None or facts.shared or pool.limit is None:
         lines.append(f"policy {facts.policy}, budget {facts.bound}")
     else:
         entries = engine.budgets.allowed(engine.budget.ceiling, facts.context)

@@ -363,7 +363,7 @@ class SessionTable:
             raise _exists(name)
         made = ServerSession(name, tenant, budget, metadata, conversation, turns=turns)
         made.frames, made.owner = frames, caller.name
-        made.unbound = self._state.facts.unbound
+        made.unbound = self._state.facts.unbound is not None
         self._sessions[tenant, name] = made
         try:
             async with self._room(caller.name, tenant, 0):  # its record, or its idle memory
@@ -435,7 +435,8 @@ class SessionTable:
         budget = facts.budget if facts.shared else Budget.of_list(*record.budget)
         given = record.id, caller.tenant, budget, record.metadata
         made = ServerSession(*given, created=record.created, owner=caller.name)
-        made.record, made.turns, made.unbound = record, record.turns, facts.unbound
+        made.record, made.turns = record, record.turns
+        made.unbound = facts.unbound is not None
         return made
 
     async def _require_new(self, name: str, caller: Caller) -> None:

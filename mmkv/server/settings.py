@@ -374,7 +374,8 @@ class Facts:
         longest: tokens that a conversation may have which goes on beyond the context, and those of
             all conversations together; None: all end at the context.
         sampling: of replies whose request does not say.
-        shared: whether all sessions compete for the budget; unbound: whether it binds nothing.
+        shared: whether all sessions compete for the budget; unbound: why it binds none
+            of them, or None.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
         template_variables: what its chat template reads beside the conversation.
@@ -394,7 +395,7 @@ class Facts:
     sampling: Settled
     longest: int | None = None
     shared: bool = False
-    unbound: bool = False
+    unbound: str | None = None
     rules: VideoRules | None = None
     frame_rule: FrameRule | None = None
     template_variables: frozenset[str] = frozenset()

@@ -141,6 +141,7 @@ class Usage:
             whether the budget should follow the risk of a reply that has none.
         compactions: how often positions were drawn together, so that it went on beyond the context.
         escalated: see :attr:`mmkv.engine.contents.Memory.escalated`.
+        drafted, accepted: tokens of the replies that lossless decoding drafted, and the right ones.
     """
 
     prompt_tokens: int
@@ -162,6 +163,8 @@ class Usage:
     compactions: int = 0
     risk_unknown: bool = False
     escalated: str | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass
@@ -259,6 +262,8 @@ class RequestCounts:
             compactions=max((one.compactions for one in memories), default=0),
             risk_unknown=any(one.risk_unknown for one in memories),
             escalated=next((one.escalated for one in memories if one.escalated), None),
+            drafted=sum(one.drafted for one in memories),
+            accepted=sum(one.accepted for one in memories),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:

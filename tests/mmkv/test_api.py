@@ -203,9 +203,9 @@ def test_ctrl_c_in_a_step_waits_for_its_end(
     decode = Engine.decode
     finished: list[int] = []
 
-    def pressing(self: Engine, sessions: Any, tokens: Any) -> torch.Tensor:
+    def pressing(self: Engine, sessions: Any, tokens: Any, guesses: Any) -> torch.Tensor:
         signal.raise_signal(signal.SIGINT)
-        logits = decode(self, sessions, tokens)
+        logits = decode(self, sessions, tokens, guesses)
         finished.extend(tokens)
         return logits
 

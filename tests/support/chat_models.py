@@ -442,9 +442,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         fed.extend(inputs["input_ids"][0].tolist())
         return prefill(self, inputs, progress)
 
-    def decoding(self: Engine, sessions: Any, tokens: Any) -> torch.Tensor:
+    def decoding(self: Engine, sessions: Any, tokens: Any, guesses: Any = None) -> torch.Tensor:
         fed.extend(tokens)
-        return decode(self, sessions, tokens)
+        return decode(self, sessions, tokens, guesses)
 
     monkeypatch.setattr(Session, "prefill", prefilling)
     monkeypatch.setattr(Engine, "decode", decoding)

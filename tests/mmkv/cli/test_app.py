@@ -128,6 +128,8 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
         "over_risk",
         "risk_unknown",
         "escalated",
+        "drafted",
+        "accepted",
         "notes",
         "memory",
         "time_to_first_token_s",

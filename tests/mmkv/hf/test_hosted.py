@@ -119,3 +119,4 @@ def test_what_cannot_run_itself() -> None:
     assert soft.config._attn_implementation != "mmkv"
     for policy in ("fastv", "epikv", "criticalkv", "expected-attention"):
         refused("reads more of a model", unknown("olmo2"), policy=policy)
+    refused("leave lossless out", unknown("olmo2"), policy="snapkv", lossless=True)
