@@ -41,7 +41,11 @@ class Environment:
 
 ENVIRONMENTS = {
     "llama.cpp": Environment(
-        ((OWN, "numpy", "gguf"), ("--no-binary", "llama-cpp-python", "llama-cpp-python")),
+        (
+            (OWN, "numpy", "gguf"),
+            # Not what pip has kept: another CPU may have compiled it.
+            ("--no-cache-dir", "--no-binary", "llama-cpp-python", "llama-cpp-python"),
+        ),
         ("llama_cpp", "gguf"),
         {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)},
     ),

@@ -102,8 +102,10 @@ SIDES = {
     "OpenVINO int4, budget": Side("openvino budget", "int4"),
     "mmkv bf16": Side("mmkv full", "bf16"),
     "mmkv bf16, budget": Side("mmkv budget", "bf16"),
+    "mmkv bf16, lossless": Side("mmkv lossless", "bf16"),
     "mmkv int8": Side("mmkv full", "int8"),
     "mmkv int8, budget": Side("mmkv budget", "int8"),
+    "mmkv int8, lossless": Side("mmkv lossless", "int8"),
     "mmkv int4": Side("mmkv full", "int4"),
     "mmkv int4, budget": Side("mmkv budget", "int4"),
     # The same as mmkv bf16, of another checkout (--before).
@@ -124,6 +126,8 @@ WANTED: dict[str, dict[str, float]] = {
 # Tokens held where decoding is held to a target: as fast as a peer, and where a budget pays.
 SHORT, LONG = 64, 8192
 WANTED_SHORT, WANTED_LONG, WANTED_EVICTING = 1.0, 0.35, 0.8
+# Lossless decoding beside the full cache, from so many tokens held on.
+WANTED_LOSSLESS = ((32768, 0.5), (7168, 1 / 1.4), (0, 1.05))
 WANTED_PEAK, WANTED_LOAD = 1.0, 1.3
 
 
@@ -180,6 +184,10 @@ def _targets_of(
         yield ours, peers, WANTED[kind][ours]
     if row == LOAD:
         yield ours, [peer for peer in peers if peer.startswith("llama.cpp")], WANTED_LOAD
+    if row.startswith("context"):
+        held = int(row.split()[1])
+        most = next(bound for least, bound in WANTED_LOSSLESS if held >= least)
+        yield f"{ours}, lossless", (ours,), most
     if row == f"context {SHORT}":
         yield ours, peers, WANTED_SHORT
     if row == f"context {LONG}":
@@ -323,6 +331,8 @@ class Bench:
         special += [self.config.get(f"vision_{end}_token_id") for end in ("start", "end")]
         top = min([text["vocab_size"], *filter(None, special)])
         self.tokens = [draw.randrange(3, top) for _ in range(count)]
+        if args.text:
+            self.tokens = text_tokens(args.model, args.text, count)
         self.rows = args.rows or rows_of(args, "vision_config" in self.config)
         self.journal = self.opened_journal()
         self.answers: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
@@ -385,6 +395,7 @@ class Bench:
                 policy=args.policy,
                 gates=args.gates,
                 kv=args.kv,
+                right=args.right,
             )
         except BenchError as error:
             self.drop(name, error)
@@ -568,8 +579,9 @@ class Bench:
                 peaks = [rounds[i]["memory"]["peak_rss"] for i in at]
                 if None not in peaks:
                     methods[name]["peak_rss"] = statistics.median_high(peaks)
-                if "tokens" in rounds[at[0]]:
-                    methods[name]["tokens"] = rounds[at[0]]["tokens"]
+                for key in ("tokens", "drafted", "accepted"):
+                    if key in rounds[at[0]]:
+                        methods[name][key] = rounds[at[0]][key]
                 methods[name]["at"] = at
             if methods:
                 made[row] = {"steps": steps, "methods": methods}
@@ -637,6 +649,17 @@ class Bench:
         return save(self.args, self.name, found, tables(self.args, found))
 
 
+def text_tokens(folder: Path, files: Sequence[Path], count: int) -> list[int]:
+    """Return the first tokens of files, one after the other. Raises BenchError: too few."""
+    from transformers import AutoTokenizer
+
+    text = "\n\n".join(path.read_text() for path in files)
+    found: list[int] = AutoTokenizer.from_pretrained(folder)(text)["input_ids"][:count]
+    if len(found) < count:
+        raise BenchError(f"--text has {len(found):,} tokens, and {count:,} are read; name more")
+    return found
+
+
 def rows_of(args: argparse.Namespace, sees: bool) -> list[str]:
     """Return all rows of a model, in the order in which a process does them."""
     seen = [f"picture {side}" for side in SIDES_OF_PICTURES] + [f"video {FRAMES}"]
@@ -702,6 +725,8 @@ def options() -> argparse.ArgumentParser:
     add("--gates", help="its gates: a folder or file, a hub id, or random; of a shape its own")
     add("--kv", default="bf16", help="form of mmkv's keys and values")
     add("--seed", type=int, default=0, help="of the token ids")
+    add("--text", type=Path, nargs="+", metavar="FILE", help="read these instead of drawn ids")
+    add("--right", type=float, help="share of mmkv's drafts to make right (random weights)")
     add("--patience", type=float, default=1800, help="seconds to wait for an answer")
     return made
 
