@@ -46,7 +46,8 @@ _GAIN = 1.1  # drafts have to be faster by this factor
 _FIRST = 2  # tokens that are drafted while nothing is known
 _WEIGHT = 32.0  # drafted tokens that an estimate of their rate remembers
 
-# Chooses a drafted token from logits ``[vocab]``; None: no more are wanted.
+# Chooses a drafted token from float32 logits ``[vocab]``; None: no more are wanted. It must leave
+# the session alone whose token it chooses.
 Guess = Callable[[Tensor], int | None]
 
 

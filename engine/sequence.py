@@ -34,13 +34,7 @@ from mmkv.engine.policies.selection import sort_key
 from mmkv.engine.prefill import Prefill, claimed, run_whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.risk import Risk, RiskMeter, entries_needed
-from mmkv.engine.scorer_state import (
-    QUERIES,
-    RINGS,
-    forget_positions,
-    score_entries,
-    view_of,
-)
+from mmkv.engine.scorer_state import QUERIES, RINGS, forget_positions, score_entries, view_of
 from mmkv.engine.system import exact_products
 from mmkv.engine.trace import FORGOTTEN, Recorder
 

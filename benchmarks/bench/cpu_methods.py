@@ -12,12 +12,11 @@ import importlib
 import importlib.metadata
 import json
 import os
-import random
 import statistics
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,6 @@ class CpuPeerJob:
         threads: of what is timed; preparing: threads of what is not.
         longest: most tokens that one sequence will hold; short: that each of several will.
         budget: entries per layer and KV head of methods that evict; policy, gates, kv: of mmkv.
-        right: the share of drafted tokens that are made right, for a model of random weights; None:
-            drafts are the model's own.
     """
 
     method: str
@@ -58,11 +55,8 @@ class CpuPeerJob:
     policy: str
     gates: str | None
     kv: str
-    right: float | None = None
 
 
-# Tokens that are decoded beforehand where drafts are made right.
-STEPS_KNOWN = 160
 # CPU seconds after which a run counts though it is the first of its kind.
 LONG = 2.0
 # What is asked of a picture; the tags are those of the family of Qwen-VL.
@@ -654,44 +648,6 @@ class MmkvLossless(MmkvBudget):
     """mmkv with the full cache, for which the entries within the budget draft."""
 
     more = {"lossless": True}
-
-    def __init__(self, job: CpuPeerJob) -> None:
-        super().__init__(job)
-        self.said: dict[tuple[int, ...], list[list[int]]] = {}  # what follows, by sizes
-
-    def before(self) -> None:
-        super().before()
-        sizes = tuple(len(held) for held in self.held)
-        if self.job.right is not None and sizes not in self.said:
-            self.said[sizes] = super().decode(STEPS_KNOWN)
-            self.after()
-            super().before()
-
-    def decode(self, steps: int) -> list[list[int]]:
-        if self.job.right is None:
-            return super().decode(steps)
-        said = self.said[tuple(len(held) for held in self.held)]
-        drawn, chosen = random.Random(0), [self.last.argmax(-1).tolist()]
-        for step in range(steps):
-            guesses = [self.guess(said, step, row, drawn) for row in range(len(self.forks))]
-            logits = self.engine.decode(self.forks, chosen[-1], guesses)
-            chosen.append(logits.argmax(-1).tolist())
-        return chosen
-
-    def guess(
-        self, said: list[list[int]], step: int, row: int, drawn: random.Random
-    ) -> Callable[[Any], int | None]:
-        """Return what guesses the tokens that follow, right as often as the job says."""
-        right = self.job.right
-        assert right is not None
-        tokens = iter(one[row] for one in said[step + 1 :])
-
-        def next_token(logits: Any) -> int | None:
-            logits.argmax()  # as drafts of its own would take it
-            token = next(tokens, None)
-            return token if token is None or drawn.random() < right else int(token == 0)
-
-        return next_token
 
     def after(self) -> None:
         ahead = [fork.ahead for fork in self.forks]

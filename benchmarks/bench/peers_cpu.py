@@ -395,7 +395,6 @@ class Bench:
                 policy=args.policy,
                 gates=args.gates,
                 kv=args.kv,
-                right=args.right,
             )
         except BenchError as error:
             self.drop(name, error)
@@ -726,7 +725,6 @@ def options() -> argparse.ArgumentParser:
     add("--kv", default="bf16", help="form of mmkv's keys and values")
     add("--seed", type=int, default=0, help="of the token ids")
     add("--text", type=Path, nargs="+", metavar="FILE", help="read these instead of drawn ids")
-    add("--right", type=float, help="share of mmkv's drafts to make right (random weights)")
     add("--patience", type=float, default=1800, help="seconds to wait for an answer")
     return made
 

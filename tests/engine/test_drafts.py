@@ -20,7 +20,6 @@ from mmkv.engine.budgets import page_bound
 from mmkv.engine.cache import COLUMNS
 from mmkv.engine.drafts import MOST_DRAFTED, HitRate, Pace
 from mmkv.engine.errors import BudgetError, InputError, PolicyError
-from mmkv.engine.policies import make_policy
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from tests.engine.backends.test_native import IN_FORMS
@@ -626,9 +625,3 @@ def test_the_rate_follows_the_latest() -> None:
     for _ in range(40):
         rate.note(False)
     assert rate.value < 0.35
-
-
-def test_presets_that_draft_are_known_by_name() -> None:
-    engine = engine_for("qwen3_vl", lossless=True)
-    assert engine.policy.name == "dbtrimkv" and not engine.policy.evicts
-    assert make_policy("dbtrimkv").evicts
