@@ -161,7 +161,7 @@ class RowShifts:
         order = np.argsort(row << _ROW | token)
         row, token = row[order], token[order]
         shift = np.append(shift, np.full(rows, newest))[order]
-        moves = np.append(moves, np.zeros(rows, np.int64))[order]
+        moves = np.append(moves, np.zeros(rows, np.int64)).clip(max=_MOST_MOVES)[order]
         new = np.ones(row.size, bool)
         new[1:] = row[1:] != row[:-1]
         other = new.copy()  # neighbours that moved alike are one part
@@ -184,10 +184,14 @@ class RowShifts:
 
     def cut(self, seen: int, newest: int) -> RowShifts:
         """Return those of the first ``seen`` tokens, and of others that follow those."""
-        rows, stays = self.start.size - 1, self.token < seen
-        parts = np.arange(rows).repeat(np.diff(self.start)), self.token, self.shift, self.moves
-        left = [part[stays].astype(np.int64) for part in parts]
-        return RowShifts.of(rows, seen, newest, *left)
+        return RowShifts.of(self.start.size - 1, seen, newest, *self.between(0, seen))
+
+    def between(self, first: int, stop: int) -> list[np.ndarray]:
+        """Return row, token, shift and moves, int64, of the parts that begin in these tokens."""
+        rows = np.arange(self.start.size - 1).repeat(np.diff(self.start))
+        inside = (first <= self.token) & (self.token < stop)
+        parts = rows, self.token, self.shift, self.moves
+        return [part[inside].astype(np.int64) for part in parts]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowShifts):
@@ -251,6 +255,7 @@ class Segments:
         begun = int(run(np.array([newest]))[0])
         if window and extent[begun] and first[begun] < newest:
             newest = int(first[begun])
+        self._newest = newest
         at = run(token)
         head = np.where(extent[at] > 0, first[at], token)
         key = row << _ROW | np.where(token >= newest, newest, head)
@@ -337,12 +342,17 @@ class Segments:
         ends = behind[self._last].repeat(self._counts)
         # From the end backwards. What gaps of one length leave over moves nothing to the right.
         new = np.minimum(last - (ends - behind + taken), self._old)
-        newest = self._next - last + (0 if self._shifts is None else self._shifts.newest)
-        moves = np.minimum(self._moves + (new != self._old), _MOST_MOVES)
-        parts = self._of_row, self._head, self._origin - new, moves
+        newest = back = self._next - last
+        parts = [self._of_row, self._head, self._origin - new, self._moves + (new != self._old)]
+        if self._shifts is not None:
+            newest += self._shifts.newest
+            # The newest tokens move as one from now on; before, the older of them moved more often.
+            row, token, shift, moves = self._shifts.between(self._newest + 1, self._seen)
+            inside = row, token, shift + back, moves + (back > 0)
+            parts = [np.append(*both) for both in zip(parts, inside, strict=True)]
         shifts = RowShifts.of(self._rows, self._seen, newest, *parts)
         runs = tuple(self.runs[index] for index in sorted(self._kept_runs))
-        return Compaction((self._old - new)[self.of], self._next - last, runs, shifts)
+        return Compaction((self._old - new)[self.of], back, runs, shifts)
 
     def _settled(self, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return sizes, gaps, and where their row begins, with what has settled as one segment.
