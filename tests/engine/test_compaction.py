@@ -582,6 +582,16 @@ def test_the_newest_tokens_have_moved_as_often_as_each_of_them_has() -> None:
     assert set(made.shifts.moves[made.shifts.find(np.full(13, 2), np.arange(13))]) == {1}
 
 
+def test_tokens_that_are_the_newest_again_keep_the_shift_of_each() -> None:
+    """A session that is cut back has newest tokens that have not moved alike."""
+    runs, live = with_text((), 0, 0), [[], [], [0, 3, 6]]
+    made = held_by(live, runs, None, 12, 12, window=4).drawn_together(7)  # to 0, 1 and 2
+    shifts = made.shifts.cut(7, 4)
+    made = held_by(live, made.runs, shifts, 7, 3, window=4).drawn_together(3)  # 3 to 6 as one
+    part = made.shifts.find(np.full(3, 2), np.array(live[2]))
+    assert not made.back.any() and made.shifts.shift[part].tolist() == [0, 2, 4]
+
+
 @settings(max_examples=60, deadline=None)
 @given(histories(), st.data())
 def test_rows_that_are_too_long_lose_their_lowest_entries(
