@@ -101,10 +101,12 @@ def position_of(runs: Runs, token: int) -> int:
 
     It lies behind all of those and not behind what follows them.
     """
-    at = sum(run.token < token for run in runs) - 1
+    at = sum(run.token <= token for run in runs) - 1
     if at < 0:
         return 0
     run = runs[at]
+    if run.token == token:
+        return run.position
     own = run.position + run.extent if run.extent else _line(run, token)
     return own if at + 1 == len(runs) else min(own, runs[at + 1].position)
 
@@ -182,6 +184,12 @@ class RowShifts:
         rows = np.arange(self.start.size - 1)
         return int(self.shift[self.find(rows, np.full_like(rows, token))].min())
 
+    @property
+    def together(self) -> int:
+        """The token from which on all have the newest shift in every row, as its last part has."""
+        others = np.flatnonzero(self.shift[:-1] != self.newest)
+        return int(self.token[others + 1].max(initial=0))
+
     def cut(self, seen: int, newest: int) -> RowShifts:
         """Return those of the first ``seen`` tokens, and of others that follow those."""
         return RowShifts.of(self.start.size - 1, seen, newest, *self.between(0, seen))
@@ -249,12 +257,15 @@ class Segments:
         first, position, extent = np.array(runs, np.int64).reshape(-1, 3).T
 
         def run(tokens: np.ndarray) -> np.ndarray:
-            return np.searchsorted(first, tokens, "right") - 1
+            return np.maximum(np.searchsorted(first, tokens, "right") - 1, 0)
 
         newest = max(seen - window, 0)
         begun = int(run(np.array([newest]))[0])
         if window and extent[begun] and first[begun] < newest:
             newest = int(first[begun])
+        if shifts is not None:
+            # In a session that was cut back, others have moved apart, and their queries are gone.
+            newest = max(newest, shifts.together)
         self._newest = newest
         at = run(token)
         head = np.where(extent[at] > 0, first[at], token)
@@ -270,8 +281,11 @@ class Segments:
         if shifts is not None:
             part = shifts.find(self._of_row, self._head)
             shift, self._moves = shifts.shift[part], shifts.moves[part].astype(np.int64)
-        self._origin, self._old = where, where - shift
+        self._shift, self._old = shift, where - shift
         sees, self._tail = extent[at] > 0, self._head >= newest
+        # Their first may be gone, and so may be where it stood.
+        begin = position_of(runs, newest) - (0 if shifts is None else shifts.newest)
+        self._old[self._tail] = min(max(begin, 0), next_position)
         self._size = np.where(sees, extent[at], 1)
         self._size[self._tail] = next_position - self._old[self._tail]
         begins = np.ones(key.size, bool)
@@ -343,7 +357,8 @@ class Segments:
         # From the end backwards. What gaps of one length leave over moves nothing to the right.
         new = np.minimum(last - (ends - behind + taken), self._old)
         newest = back = self._next - last
-        parts = [self._of_row, self._head, self._origin - new, self._moves + (new != self._old)]
+        moved = self._old - new
+        parts = [self._of_row, self._head, self._shift + moved, self._moves + (moved > 0)]
         if self._shifts is not None:
             newest += self._shifts.newest
             # The newest tokens move as one from now on; before, the older of them moved more often.
@@ -352,7 +367,7 @@ class Segments:
             parts = [np.append(*both) for both in zip(parts, inside, strict=True)]
         shifts = RowShifts.of(self._rows, self._seen, newest, *parts)
         runs = tuple(self.runs[index] for index in sorted(self._kept_runs))
-        return Compaction((self._old - new)[self.of], back, runs, shifts)
+        return Compaction(moved[self.of], back, runs, shifts)
 
     def _settled(self, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return sizes, gaps, and where their row begins, with what has settled as one segment.

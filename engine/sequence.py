@@ -565,7 +565,7 @@ class CachedSequence:
                 if self.shifts is not None:
                     # Where the first of those that go stands, in the row in which it moved least.
                     origin, least = next_position, self.shifts.least(seen)
-                    next_position = min(origin - least, self.next_position)
+                    next_position = min(max(origin - least, 0), self.next_position)
                     self.shifts = self.shifts.cut(seen, origin - next_position)
                 self.runs = without_after(self.runs, seen)
             forget_positions(self.engine.cache, self.seq, self.seen, seen)
@@ -710,7 +710,7 @@ class CachedSequence:
         if next_position <= limit:
             return False
         needs = 0
-        if self.may_compact and self.runs is not None and self.seen:
+        if self.may_compact and self.runs:
             held, most = self._fitted(
                 self._segments(self.engine.cache.entries(self.seq)), next_position
             )

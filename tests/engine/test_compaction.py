@@ -21,10 +21,19 @@ from torch import Tensor
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.cache.pool import PagePool
-from mmkv.engine.compaction import RowShifts, Run, Segments, turned, with_text, with_tokens
+from mmkv.engine.compaction import (
+    RowShifts,
+    Run,
+    Segments,
+    position_of,
+    turned,
+    with_text,
+    with_tokens,
+)
 from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.trace import KINDS
 from tests.support.dialogues import engine_of, folder_of, prefill_both, prompt, reference_model
 from tests.support.factories import checkpoint
@@ -389,6 +398,51 @@ def test_a_turn_is_not_rewound_across_moved_positions() -> None:
     assert session.next_position == kept - 2
 
 
+@pytest.mark.parametrize(
+    ("policy", "calls"),
+    [
+        (EXPECTED, (105, -101, 34, -70, 3)),  # tokens that are read; below 0: those left of all
+        (EXPECTED, (103, -55, 34)),  # was refused: a row seemed to need more than it did
+        ("snapkv:window=3", (98, -4, 9)),  # none of the first four is held
+    ],
+)
+def test_a_session_goes_on_behind_what_a_cut_leaves(policy: str, calls: tuple[int, ...]) -> None:
+    """The first of the tokens that are the newest then may have gone before.
+
+    A key of the first layer says where it stands: it depends on its token and position alone.
+    """
+    engine, whole = short_of("text3", policy), engine_of(folder_of("text3"), "full", BUDGET)
+    session, ids = engine.session(), torch.zeros(0, dtype=torch.int64)
+    for turn, count in enumerate(calls):
+        if count < 0:
+            ids = ids[:-count]
+            session.cut_back(-count, -count, -count)
+            engine.prefill_chunk = 40
+        else:
+            ids = torch.cat([ids, text_ids(count, turn // 2)])
+            session.prefill({"input_ids": ids[session.seen :][None]})
+    assert session.compactions >= 2 or policy != EXPECTED
+    unmoved = whole.session()
+    unmoved.prefill({"input_ids": ids[None]})
+    assert session.shifts is not None and 0 < session.next_position <= LIMIT
+    for row in range(engine.cache.rows):
+        (token, key), (_, there) = (held_keys(one, row) for one in (session, unmoved))
+        back = session.shifts.shift[session.shifts.find(np.full_like(token, row), token)]
+        stands = (token - back).tolist()
+        assert stands == sorted({*stands}) and 0 <= stands[0] <= stands[-1] < session.next_position
+        wanted = turned(there[token], torch.from_numpy(back), engine.spec.frequencies(False)[0])
+        assert row >= engine.cache.kv_heads or torch.allclose(key, wanted, atol=1e-5)
+
+
+def held_keys(session: CachedSequence, row: int) -> tuple[np.ndarray, Tensor]:
+    """Tokens of a row and their keys, in order."""
+    cache = session.engine.cache
+    entries = cache.entries(session.seq)
+    slot = entries.slot[entries.row == row]
+    token, order = cache.pool.position.view(-1)[slot].long().sort()
+    return token.numpy(), cache.pool.keys_at(slot[order])
+
+
 def test_a_chunk_that_fails_leaves_moved_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = short_of("text3", "streamingllm")
     session = engine.session()
@@ -590,6 +644,16 @@ def test_tokens_that_are_the_newest_again_keep_the_shift_of_each() -> None:
     made = held_by(live, made.runs, shifts, 7, 3, window=4).drawn_together(3)  # 3 to 6 as one
     part = made.shifts.find(np.full(3, 2), np.array(live[2]))
     assert not made.back.any() and made.shifts.shift[part].tolist() == [0, 2, 4]
+
+
+def test_the_newest_may_begin_where_no_run_is_left() -> None:
+    """A session that was cut back: tokens 0 to 4, all evicted, had a run that is no more."""
+    runs, live = (Run(5, 5, 3),), [[5], [6], []]
+    parts = np.arange(3), np.zeros(3, np.int64), np.full(3, 2), np.ones(3, np.int64)
+    made = held_by(live, runs, RowShifts.of(3, 8, 2, *parts), 8, 6, window=4).drawn_together(6)
+    assert made.runs == runs
+    # A picture that takes more positions than it has tokens is gone, and the next one is to go.
+    assert position_of((Run(0, 0), Run(5, 21, 16)), 5) == 21
 
 
 @settings(max_examples=60, deadline=None)
