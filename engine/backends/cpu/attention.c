@@ -4,25 +4,29 @@
  * pairs of vectors, one of each half of head_dim, since codes of 4 bits share bytes so. The scale and zero
  * point of a key in fewer bits are left out of the sum over features and put to the score, those of a
  * value to the entry's share. */
+#include <float.h>
 #include <math.h>
 
 #include "native.h"
 #include "vectors.h"
 #include "vmath.h"
 
-#define HEADS 4 /* of a group that are taken together, at most */
 #if defined(__AVX512F__) || defined(__aarch64__)
+#define HEADS 6 /* of those that share a row that are taken together, at most */
 #define KEYS 4  /* whose sums are in registers together */
 #define STEPS 2 /* pairs of vectors of a value, likewise */
 #else
+#define HEADS 4
 #define KEYS 2
 #define STEPS 1
 #endif
+#define STRETCH 256 /* entries that are scored before their values are read */
+#define WIDE (STRETCH + LANES) /* floats from head to head: a power of two would share few cache sets */
 
 /* Up to LANES entries of a page, their keys or their values. */
 struct block {
     const uint8_t *codes;
-    int64_t bits, count;
+    int64_t bits, coded, count; /* bits of a code as it lies here, and as it lay in the cache */
     int64_t dim, stride;             /* dim: whole pairs of vectors; stride: bytes from entry to entry */
     float scale[LANES], zero[LANES]; /* zero: of 4 bits; beyond `count`: 0 */
 };
@@ -52,24 +56,35 @@ INLINE struct pair pair_at(const uint8_t *codes, int bits, int64_t at, int64_t h
                          __builtin_convertvector(both >> 4, lanes)};
 }
 
-/* Vectors of sums of `keys` keys times `heads` queries; that of key k and head h to sums[h][k]. */
-INLINE void tile(const struct block *block, int bits, int64_t first, int keys, int heads,
-                 const float *query, lanes (*sums)[LANES])
+/* Sums of the products of KEYS keys from number `first` on and the queries: of each head a vector, in which
+ * each key has LANES / KEYS parts. */
+INLINE void tile(const struct block *block, int bits, int64_t first, int heads, const float *query,
+                 lanes (*sums)[LANES / KEYS])
 {
-    lanes sum[KEYS][HEADS] = {0};
-    int64_t dim = block->dim, half = dim / 2;
-    const uint8_t *codes = block->codes + first * block->stride;
-    for (int64_t at = 0; at < half; at += LANES)
-        for (int k = 0; k < keys; k++) {
-            struct pair key = pair_at(codes + k * block->stride, bits, at, half);
-            for (int h = 0; h < heads; h++) {
-                sum[k][h] += key.low * load(query + h * dim + at);
-                sum[k][h] += key.high * load(query + h * dim + at + half);
-            }
+    lanes sum[HEADS][KEYS];
+    for (int h = 0; h < heads; h++)
+        for (int k = 0; k < KEYS; k++)
+            sum[h][k] = (lanes){0};
+    int64_t dim = block->dim, half = dim / 2, last = block->count - 1;
+    const uint8_t *codes[KEYS];
+    for (int k = 0; k < KEYS; k++) { /* beyond the last key it is taken again, for nothing */
+        int64_t key = first + k;
+        codes[k] = block->codes + (key < last ? key : last) * block->stride;
+    }
+    for (int64_t at = 0; at < half; at += LANES) {
+        struct pair key[KEYS];
+        for (int k = 0; k < KEYS; k++)
+            key[k] = pair_at(codes[k], bits, at, half);
+        for (int h = 0; h < heads; h++) {
+            lanes low = load(query + h * dim + at), high = load(query + h * dim + at + half);
+            for (int k = 0; k < KEYS; k++)
+                sum[h][k] += key[k].low * low;
+            for (int k = 0; k < KEYS; k++)
+                sum[h][k] += key[k].high * high;
         }
-    for (int k = 0; k < keys; k++)
-        for (int h = 0; h < heads; h++)
-            sums[h][first + k] = sum[k][h];
+    }
+    for (int h = 0; h < heads; h++)
+        sums[h][first / KEYS] = fold_all(sum[h], KEYS, 1);
 }
 
 /* Sum of the features of a query. */
@@ -81,25 +96,21 @@ static float features_of(const float *query, int64_t dim)
     return total(sum);
 }
 
-/* score[h][entry] = key query[h]; heads are `apart` floats from each other. */
+/* score[h][entry] = key query[h]; heads are WIDE floats from each other. features: sums of the queries',
+ * read for keys of 4 bits. */
 INLINE void score_heads(const struct block *block, int bits, int heads, const float *query,
-                        int64_t apart, float *score)
+                        const float *features, float *score)
 {
-    lanes sums[HEADS][LANES];
-    int64_t key = 0, count = block->count;
-    for (; key + KEYS <= count; key += KEYS)
-        tile(block, bits, key, KEYS, heads, query, sums);
-    for (; key < count; key++)
-        tile(block, bits, key, 1, heads, query, sums);
+    lanes sums[HEADS][LANES / KEYS];
+    for (int64_t first = 0; first < LANES; first += KEYS)
+        tile(block, bits, first, heads, query, sums);
     for (int h = 0; h < heads; h++) {
-        for (int64_t none = count; none < LANES; none++)
-            sums[h][none] = (lanes){0};
-        lanes found = totals(sums[h]);
-        if (bits < 16)
+        lanes found = fold_all(sums[h], LANES / KEYS, KEYS);
+        if (block->coded < 16)
             found *= load(block->scale);
-        if (bits == 4)
-            found += load(block->zero) * features_of(query + h * block->dim, block->dim);
-        memcpy(score + h * apart, &found, sizeof(float) * (size_t)count);
+        if (block->coded == 4)
+            found += load(block->zero) * features[h];
+        store_some(found, block->count, score + h * WIDE);
     }
 }
 
@@ -129,16 +140,13 @@ INLINE void mix_features(const struct block *block, int bits, int steps, int hea
         }
 }
 
-INLINE void mix_heads(const struct block *block, int bits, int heads, const float *score,
-                      int64_t apart, float *out)
+INLINE void mix_heads(const struct block *block, int bits, int heads, const float *score, float *out)
 {
-    float share[HEADS][LANES] = {{0}}, shift[HEADS] = {0};
+    float share[HEADS][LANES], shift[HEADS];
     for (int h = 0; h < heads; h++) {
-        lanes mine = {0};
-        memcpy(&mine, score + h * apart, sizeof(float) * (size_t)block->count);
-        if (bits == 4)
-            shift[h] = total(mine * load(block->zero));
-        if (bits < 16)
+        lanes mine = load_some(score + h * WIDE, block->count, 0);
+        shift[h] = block->coded == 4 ? total(mine * load(block->zero)) : 0;
+        if (block->coded < 16)
             mine *= load(block->scale);
         memcpy(share[h], &mine, sizeof mine);
     }
@@ -150,46 +158,52 @@ INLINE void mix_heads(const struct block *block, int bits, int heads, const floa
 }
 
 INLINE void score_form(const struct block *block, int bits, int heads, const float *query,
-                       int64_t apart, float *score)
+                       const float *features, float *score)
 {
     switch (heads) {
-    case 1: score_heads(block, bits, 1, query, apart, score); break;
-    case 2: score_heads(block, bits, 2, query, apart, score); break;
-    case 3: score_heads(block, bits, 3, query, apart, score); break;
-    case 4: score_heads(block, bits, 4, query, apart, score); break;
+    case 1: score_heads(block, bits, 1, query, features, score); break;
+    case 2: score_heads(block, bits, 2, query, features, score); break;
+    case 3: score_heads(block, bits, 3, query, features, score); break;
+    case 4: score_heads(block, bits, 4, query, features, score); break;
+#if HEADS > 4
+    case 5: score_heads(block, bits, 5, query, features, score); break;
+    case 6: score_heads(block, bits, 6, query, features, score); break;
+#endif
     }
 }
 
-INLINE void mix_form(const struct block *block, int bits, int heads, const float *score,
-                     int64_t apart, float *out)
+INLINE void mix_form(const struct block *block, int bits, int heads, const float *score, float *out)
 {
     switch (heads) {
-    case 1: mix_heads(block, bits, 1, score, apart, out); break;
-    case 2: mix_heads(block, bits, 2, score, apart, out); break;
-    case 3: mix_heads(block, bits, 3, score, apart, out); break;
-    case 4: mix_heads(block, bits, 4, score, apart, out); break;
+    case 1: mix_heads(block, bits, 1, score, out); break;
+    case 2: mix_heads(block, bits, 2, score, out); break;
+    case 3: mix_heads(block, bits, 3, score, out); break;
+    case 4: mix_heads(block, bits, 4, score, out); break;
+#if HEADS > 4
+    case 5: mix_heads(block, bits, 5, score, out); break;
+    case 6: mix_heads(block, bits, 6, score, out); break;
+#endif
     }
 }
 
-static void score_block(const struct block *block, int heads, const float *query, int64_t apart,
+static void score_block(const struct block *block, int heads, const float *query, const float *features,
                         float *score)
 {
     switch (block->bits) {
-    case 32: score_form(block, 32, heads, query, apart, score); break;
-    case 16: score_form(block, 16, heads, query, apart, score); break;
-    case 8: score_form(block, 8, heads, query, apart, score); break;
-    case 4: score_form(block, 4, heads, query, apart, score); break;
+    case 32: score_form(block, 32, heads, query, features, score); break;
+    case 16: score_form(block, 16, heads, query, features, score); break;
+    case 8: score_form(block, 8, heads, query, features, score); break;
+    case 4: score_form(block, 4, heads, query, features, score); break;
     }
 }
 
-static void mix_block(const struct block *block, int heads, const float *score, int64_t apart,
-                      float *out)
+static void mix_block(const struct block *block, int heads, const float *score, float *out)
 {
     switch (block->bits) {
-    case 32: mix_form(block, 32, heads, score, apart, out); break;
-    case 16: mix_form(block, 16, heads, score, apart, out); break;
-    case 8: mix_form(block, 8, heads, score, apart, out); break;
-    case 4: mix_form(block, 4, heads, score, apart, out); break;
+    case 32: mix_form(block, 32, heads, score, out); break;
+    case 16: mix_form(block, 16, heads, score, out); break;
+    case 8: mix_form(block, 8, heads, score, out); break;
+    case 4: mix_form(block, 4, heads, score, out); break;
     }
 }
 
@@ -201,7 +215,7 @@ struct column {
     const uint8_t *codes;
     const uint16_t *scales;
     const float *(*at)(const struct cache *, int64_t, int64_t, float *); /* decodes */
-    float *wide; /* where head_dim is filled up: [LANES, dim + head_dim] */
+    float *wide; /* [LANES, dim] for codes as numbers; where head_dim is filled up, [LANES, head_dim] more */
     uint8_t *apart; /* where pages hold an entry each: room for LANES of them */
 };
 
@@ -210,10 +224,10 @@ static void take(const struct column *column, int64_t at, int64_t most, struct b
 {
     int64_t size = column->cache->page_size, dim = column->cache->head_dim, bits = column->bits;
     int64_t left = size == 1 ? LANES : size - at % size, some = left < LANES ? left : LANES;
-    *block = (struct block){.count = most < some ? most : some, .bits = 32, .dim = column->dim,
-                            .stride = 4 * column->dim};
+    *block = (struct block){.count = most < some ? most : some, .bits = 32, .coded = 32,
+                            .dim = column->dim, .stride = 4 * column->dim};
     if (dim == column->dim) {
-        block->bits = bits, block->stride = dim * bits / 8;
+        block->bits = block->coded = bits, block->stride = dim * bits / 8;
         block->codes = column->apart;
     } else
         block->codes = (const uint8_t *)column->wide;
@@ -235,13 +249,35 @@ static void take(const struct column *column, int64_t at, int64_t most, struct b
     }
 }
 
-/* Ask for the codes of the pages that follow entry `at`, which are read while those before are computed. */
-static void ask_for(const struct column *column, int64_t at)
+INLINE void widen_form(const struct block *block, int bits, float *to)
+{
+    int64_t half = block->dim / 2;
+    for (int64_t e = 0; e < block->count; e++, to += block->dim)
+        for (int64_t at = 0; at < half; at += LANES) {
+            struct pair made = pair_at(block->codes + e * block->stride, bits, at, half);
+            memcpy(to + at, &made.low, sizeof made.low);
+            memcpy(to + at + half, &made.high, sizeof made.high);
+        }
+}
+
+/* Put a block's codes as numbers at `to`: for many heads they are not worth reading again. */
+static void widen(struct block *block, float *to)
+{
+    switch (block->bits) {
+    case 16: widen_form(block, 16, to); break;
+    case 8: widen_form(block, 8, to); break;
+    case 4: widen_form(block, 4, to); break;
+    case 32: return;
+    }
+    block->codes = (const uint8_t *)to, block->bits = 32, block->stride = 4 * block->dim;
+}
+
+/* Ask for the codes of entries from .. from + count - 1, which are read a stretch later. */
+static void ask_for(const struct column *column, int64_t from, int64_t count)
 {
     int64_t size = column->cache->page_size, bytes = column->cache->head_dim * column->bits / 8;
-    int64_t from = size == 1 ? at + LANES : at % size ? column->length : at + size;
-    int64_t to = from + (size == 1 ? LANES : size);
-    for (to = to < column->length ? to : column->length; from < to; from++) {
+    int64_t to = from + count < column->length ? from + count : column->length;
+    for (; from < to; from++) {
         const uint8_t *codes = column->codes + (column->page[from / size] * size + from % size) * bytes;
         for (int64_t line = 0; line < bytes; line += 64)
             __builtin_prefetch(codes + line);
@@ -254,66 +290,87 @@ static int64_t parts_of(int64_t group)
     return (group + HEADS - 1) / HEADS;
 }
 
-/* Entries from .. to - 1 of a row for so many heads; `from` is the first of a page. What heads have of an
- * entry lies `apart` floats from head to head. */
+/* Entries from .. to - 1 of a row, for so many heads. */
 struct part {
-    int64_t from, to, heads, apart;
+    int64_t from, to, heads;
 };
 
-/* score[head][entry] = key query[head]. */
-static void score_part(const struct column *keys, struct part of, const float *query, float *score)
+/* score[head][entry - from] = key query[head]. */
+static void score_part(const struct column *keys, const struct column *values, struct part of,
+                       const float *query, float *score)
 {
     struct block block;
+    float features[of.heads];
+    for (int64_t h = 0; keys->bits == 4 && h < of.heads; h++)
+        features[h] = features_of(query + h * keys->dim, keys->dim);
     for (int64_t at = of.from, parts = parts_of(of.heads); at < of.to; at += block.count) {
-        ask_for(keys, at);
         take(keys, at, of.to - at, &block);
+        ask_for(values, at, block.count);
+        if (parts > 1)
+            widen(&block, keys->wide);
         for (int64_t part = 0; part < parts; part++) {
             int64_t first = of.heads * part / parts, after = of.heads * (part + 1) / parts;
-            score_block(&block, (int)(after - first), query + first * keys->dim, of.apart,
-                        score + first * of.apart + at);
+            score_block(&block, (int)(after - first), query + first * keys->dim, features + first,
+                        score + first * WIDE + at - of.from);
         }
     }
 }
 
-/* out[head] += the values, share[head][entry] of each. */
-static void mix_part(const struct column *values, struct part of, const float *share, float *out)
+/* out[head] += the values, share[head][entry - from] of each. */
+static void mix_part(const struct column *keys, const struct column *values, struct part of,
+                     const float *share, float *out)
 {
     struct block block;
     for (int64_t at = of.from, parts = parts_of(of.heads); at < of.to; at += block.count) {
-        ask_for(values, at);
         take(values, at, of.to - at, &block);
+        ask_for(keys, at + STRETCH, block.count);
+        if (parts > 1)
+            widen(&block, values->wide);
         for (int64_t part = 0; part < parts; part++) {
             int64_t first = of.heads * part / parts, after = of.heads * (part + 1) / parts;
-            mix_block(&block, (int)(after - first), share + first * of.apart + at, of.apart,
+            mix_block(&block, (int)(after - first), share + first * WIDE + at - of.from,
                       out + first * values->dim);
         }
     }
 }
 
-/* Turn scores into exp(scale * (score - highest)) and return their sum. */
-static float soften(float *scores, int64_t count, float scale)
+/* What a head has seen so far: the greatest score, and the sum of exp(scale * (score - greatest)). */
+struct seen {
+    float highest, sum;
+};
+
+/* Turn scores into exp(scale * (score - highest)), with those seen before. Returns how much less the sums
+ * of before count now. */
+static float soften(float *scores, int64_t count, float scale, struct seen *seen)
 {
-    float highest = -INFINITY, sum = 0;
+    float highest = seen->highest;
 #pragma omp simd reduction(max : highest)
     for (int64_t i = 0; i < count; i++)
         highest = scores[i] > highest ? scores[i] : highest;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; i++) {
-        scores[i] = exp_float((scores[i] - highest) * scale);
-        sum += scores[i];
+    lanes sum = {0};
+    for (int64_t i = 0; i < count; i += LANES) {
+        int64_t some = count - i < LANES ? count - i : LANES;
+        lanes share = exp_lanes((load_some(scores + i, some, -INFINITY) - highest) * scale);
+        store_some(share, some, scores + i);
+        sum += share; /* of what is beyond: hardly anything beside a sum of 1 or more */
     }
-    return sum;
+    float less = exp_float((seen->highest - highest) * scale);
+    *seen = (struct seen){highest, seen->sum * less + total(sum)};
+    return less;
 }
 
-/* Add what each of the first `count` entries is paid to its state 0; scores are probabilities by now. */
+/* Add what each of the first `count` entries is paid to its state 0: its shares of a token's heads. */
 static void add_mass(const struct cache *cache, int64_t row, int64_t group, int64_t join, int64_t count,
-                     int64_t apart, const float *scores)
+                     float scale, const float *scores, const struct seen *seen)
 {
     for (int64_t i = 0; i < count; i++) {
-        float all = scores[i];
-        for (int64_t g = 1; g < group; g++) {
-            float other = scores[g * apart + i];
-            all = join != JOIN_MAX ? all + other : other > all ? other : all;
+        float all = 0;
+        for (int64_t g = 0; g < group; g++) {
+            float score = scores[g * cache->length[row] + i];
+            float share = exp_float((score - seen[g].highest) * scale) / seen[g].sum;
+            if (score == -INFINITY) /* exp stops above 0 */
+                share = 0;
+            all = join != JOIN_MAX ? all + share : share > all ? share : all;
         }
         cache->state[slot_of(cache, row, i) * cache->state_size] +=
             join == JOIN_MEAN ? all / (float)group : all;
@@ -329,27 +386,29 @@ static void copy_width(const float *from, int64_t count, int64_t from_width, int
         memcpy(to + i * to_width, from + i * from_width, sizeof *to * (size_t)both);
 }
 
-/* Give those of the first `count` entries whose tokens come before `oldest` the score `value`, in all heads. */
-static void hide(const struct cache *cache, int64_t row, int64_t group, int64_t oldest, float value,
-                 int64_t count, int64_t apart, float *scores)
+/* Give a head no share of entries from .. to - 1 whose tokens come before `oldest`. */
+static void hide(const struct cache *cache, int64_t row, int64_t from, int64_t to, int64_t oldest,
+                 float *score)
 {
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t g = 0; g < group && cache->position[slot_of(cache, row, i)] < oldest; g++)
-            scores[g * apart + i] = value;
+    for (int64_t at = from; at < to; at++)
+        if (cache->position[slot_of(cache, row, at)] < oldest)
+            score[at - from] = -INFINITY;
 }
 
 /* Attend from the last `tokens` tokens of a row, whose entries are its last ones: each sees those before
- * its own, and that. query, out: [tokens, group, D], the heads that share this row; scores: room for
- * tokens * group * length. A page is read from memory once for all of them; what a token gets does not
- * depend, not in one bit, on the others. Tokens before oldest[token] are not seen. */
+ * its own, and that. query, out: [tokens, group, D], the heads that share this row; scores: where `mass` is
+ * asked for, room for tokens * group * length. A page is read from memory once for all of them; what a
+ * token gets does not depend, not in one bit, on the others. Tokens before oldest[token] are not seen.
+ * The softmax goes on from stretch to stretch, as in chunk.c. */
 void attend_tokens(const struct cache *cache, int64_t row, const float *query, int64_t tokens, int64_t group,
                    int64_t mass, const int64_t *oldest, float *scores, float *out)
 {
     int64_t length = cache->length[row], dim = cache->head_dim, heads = tokens * group;
     int64_t filled = (dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), whole = filled == dim;
-    float wide[whole ? 1 : LANES * (filled + dim)], queries[whole ? 1 : heads * filled];
-    float mixed[whole ? 1 : heads * filled];
+    float wide[LANES * (whole ? filled : filled + dim)], queries[whole ? 1 : heads * filled];
+    float mixed[whole ? 1 : heads * filled], score[heads * WIDE];
     uint8_t apart[cache->page_size == 1 ? LANES * 4 * dim : 1];
+    struct seen seen[heads];
     struct column keys = {.cache = cache, .page = cache->table + row * cache->width, .length = length,
                           .bits = cache->key_bits, .dim = filled, .codes = cache->keys,
                           .scales = cache->key_scale, .at = keys_at, .wide = wide, .apart = apart};
@@ -363,31 +422,35 @@ void attend_tokens(const struct cache *cache, int64_t row, const float *query, i
     }
     float *to = whole ? out : mixed, scale = 1.0f / sqrtf((float)dim);
     memset(to, 0, sizeof *to * (size_t)(heads * filled));
-    /* whole pages that all see, or blocks of pages of one entry; then the rest of each */
-    int64_t size = cache->page_size == 1 ? LANES : cache->page_size;
-    int64_t shared = tokens > 1 ? (length - tokens + 1) / size * size : 0;
-    struct part all = {0, shared, heads, length};
-    score_part(&keys, all, query, scores);
-    for (int64_t t = 0; t < tokens; t++) {
-        int64_t seen = length - tokens + 1 + t;
-        float *own = scores + t * group * length;
-        score_part(&keys, (struct part){shared, seen, group, length}, query + t * group * filled, own);
-        if (oldest[t] > 0)
-            hide(cache, row, group, oldest[t], -INFINITY, seen, length, own);
-        for (int64_t g = 0; g < group; g++) {
-            float share = 1.0f / soften(own + g * length, seen, scale);
-            for (int64_t i = 0; i < seen; i++)
-                own[g * length + i] *= share;
+    for (int64_t h = 0; h < heads; h++)
+        seen[h] = (struct seen){-FLT_MAX, 0};
+    /* stretches that all see, for all together (-1); then the rest of each */
+    int64_t shared = tokens > 1 ? (length - tokens + 1) / STRETCH * STRETCH : 0;
+    for (int64_t token = -1; token < tokens; token++) {
+        int64_t first = token < 0 ? 0 : token * group;
+        int64_t end = token < 0 ? shared : length - tokens + 1 + token;
+        struct part of = {.from = token < 0 ? 0 : shared, .heads = token < 0 ? heads : group};
+        for (; of.from < end; of.from = of.to) {
+            of.to = of.from + STRETCH < end ? of.from + STRETCH : end;
+            score_part(&keys, &values, of, query + first * filled, score);
+            for (int64_t h = 0; h < of.heads; h++) {
+                if (oldest[(first + h) / group] > 0)
+                    hide(cache, row, of.from, of.to, oldest[(first + h) / group], score + h * WIDE);
+                if (mass)
+                    memcpy(scores + (first + h) * length + of.from, score + h * WIDE,
+                           sizeof *score * (size_t)(of.to - of.from));
+                float less = soften(score + h * WIDE, of.to - of.from, scale, seen + first + h);
+                for (int64_t i = 0; less != 1 && i < filled; i++)
+                    to[(first + h) * filled + i] *= less;
+            }
+            mix_part(&keys, &values, of, score, to + first * filled);
         }
-        if (oldest[t] > 0) /* exp stops above 0 */
-            hide(cache, row, group, oldest[t], 0, seen, length, own);
-        if (mass)
-            add_mass(cache, row, group, mass - 1, seen, length, own);
+        if (mass && token >= 0)
+            add_mass(cache, row, group, mass - 1, end, scale, scores + first * length, seen + first);
     }
-    mix_part(&values, all, scores, to);
-    for (int64_t t = 0; t < tokens; t++)
-        mix_part(&values, (struct part){shared, length - tokens + 1 + t, group, length},
-                 scores + t * group * length, to + t * group * filled);
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t i = 0; i < filled; i++)
+            to[h * filled + i] /= seen[h].sum;
     if (!whole)
         copy_width(mixed, heads, filled, dim, out);
 }

@@ -109,16 +109,6 @@ static void mix(const float *const *shares, const float *values, int64_t filled,
     }
 }
 
-/* exp(x) for x <= 0, of -87.3 where it is below; see exp_float. */
-INLINE lanes exp_lanes(lanes x)
-{
-    lanes_int below = x < -87.3f, limit = (lanes_int)((lanes){0} - 87.3f);
-    x = (lanes)((below & limit) | (~below & (lanes_int)x));
-    lanes shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
-    lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    return EXP_NEAR_0(r) * (lanes)(((lanes_int)shifted + 127) << 23);
-}
-
 /* Turn `count` scores into exp(scale (score - highest)), with those seen before; what is beyond, up to
  * `end`, becomes 0. Returns how much less the sums of before count now. */
 static float soften(float *scores, int64_t count, int64_t end, float scale, float *highest, float *shares)
@@ -306,7 +296,7 @@ EXPORT int64_t mmkv_attend_chunk_plan(const struct cache *cache, int64_t row, in
     int64_t worth = 1 + kv_heads * group * asked * longest / PER_THREAD;
     *threads = most < worth ? most : worth;
     if (asked == 1)
-        return filled_up(group * longest, 16);
+        return 0;
     int64_t parts = parts_of(kv_heads, group, asked, *threads);
     struct workspace none;
     return carve(cache->head_dim, decoded_room(cache), (asked + parts - 1) / parts * group, NULL, &none);
@@ -332,7 +322,7 @@ EXPORT void mmkv_attend_chunk(const struct cache *cache, int64_t row, int64_t kv
         float *own = scratch + thread * size;
         if (asked == 1) { /* nothing is laid out for one query: it reads each entry once */
             int64_t first = head * group * cache->head_dim;
-            mmkv_attend(cache, row + head, query + first, group, 0, 0, own, out + first);
+            mmkv_attend(cache, row + head, query + first, group, 0, 0, NULL, out + first);
             continue;
         }
         struct workspace work = {0};

@@ -13,7 +13,7 @@ void plan_append(const struct cache *cache, int64_t before, struct step *step)
         step->pages += length % cache->page_size == 0;
         longest = length + 1 > longest ? length + 1 : longest;
     }
-    int64_t width = pages_of(cache, longest), scores = longest * (before + 1);
+    int64_t width = pages_of(cache, longest), scores = step->mass ? longest * (before + 1) : 0;
     step->longest = scores > step->longest ? scores : step->longest;
     step->width = width > step->width ? width : step->width;
 }

@@ -118,7 +118,7 @@ static int64_t carve(const struct model *model, int64_t longest, int64_t threads
     return at + threads * own;
 }
 
-/* Floats of scratch that mmkv_step needs for rows of up to `longest` entries. */
+/* Floats of scratch that mmkv_step needs; `longest`: the entries of a row, where mass is asked for. */
 EXPORT int64_t mmkv_scratch(const struct model *model, int64_t longest, int64_t threads,
                             int64_t batch_slots)
 {

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 #include <string.h>
+
+#include "vmath.h"
 #if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -31,6 +33,24 @@ INLINE lanes load(const float *from)
     lanes made;
     memcpy(&made, from, sizeof made);
     return made;
+}
+
+/* The first `count` lanes; those after them are `beyond`. */
+INLINE lanes load_some(const float *from, int64_t count, float beyond)
+{
+    if (count == LANES)
+        return load(from);
+    lanes made = (lanes){0} + beyond;
+    memcpy(&made, from, sizeof *from * (size_t)count);
+    return made;
+}
+
+INLINE void store_some(lanes x, int64_t count, float *to)
+{
+    if (count == LANES)
+        memcpy(to, &x, sizeof x);
+    else
+        memcpy(to, &x, sizeof *to * (size_t)count);
 }
 
 /* LANES bytes as numbers. Compilers make single moves of a vector's conversion. */
@@ -77,9 +97,15 @@ INLINE lanes_int signed_bytes_at(const int8_t *from)
 /* LANES numbers in bfloat16. */
 INLINE lanes bf16_at(const uint16_t *from)
 {
+#if LANES == 16
+    return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif LANES == 8
+    return (lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
     lanes_uint16 short_form;
     memcpy(&short_form, from, sizeof short_form);
     return (lanes)(__builtin_convertvector(short_form, lanes_bits) << 16);
+#endif
 }
 
 /* Sum of the lanes, always in the same order. */
@@ -153,20 +179,38 @@ INLINE lanes fold1(lanes a, lanes b)
 }
 #endif
 
+/* `count` vectors become one: two and two, of runs of n lanes first. They are used up. */
+INLINE lanes fold_all(lanes *sums, int count, int n)
+{
+    for (; count > 1; count /= 2, n *= 2)
+        for (int i = 0; i < count / 2; i++)
+            switch (n) {
+            case 1: sums[i] = fold1(sums[2 * i], sums[2 * i + 1]); break;
+            case 2: sums[i] = fold2(sums[2 * i], sums[2 * i + 1]); break;
+#if LANES >= 8
+            case 4: sums[i] = fold4(sums[2 * i], sums[2 * i + 1]); break;
+#endif
+#if LANES == 16
+            case 8: sums[i] = fold8(sums[2 * i], sums[2 * i + 1]); break;
+#endif
+            }
+    return sums[0];
+}
+
 /* Lane i: the sum of the lanes of sums[i], of LANES vectors; they are used up. */
 INLINE lanes totals(lanes *sums)
 {
-#if LANES == 16
-    for (int i = 0; i < 8; i++)
-        sums[i] = fold8(sums[i], sums[i + 8]);
-#endif
-#if LANES >= 8
-    for (int i = 0; i < 4; i++)
-        sums[i] = fold4(sums[i], sums[i + 4]);
-#endif
-    for (int i = 0; i < 2; i++)
-        sums[i] = fold2(sums[i], sums[i + 2]);
-    return fold1(sums[0], sums[1]);
+    return fold_all(sums, LANES, 1);
+}
+
+/* exp(x) for x <= 0, of -87.3 where it is below; see exp_float. */
+INLINE lanes exp_lanes(lanes x)
+{
+    lanes_int below = x < -87.3f, limit = (lanes_int)((lanes){0} - 87.3f);
+    x = (lanes)((below & limit) | (~below & (lanes_int)x));
+    lanes shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    return EXP_NEAR_0(r) * (lanes)(((lanes_int)shifted + 127) << 23);
 }
 
 #endif

@@ -27,10 +27,11 @@ def filled(form: str, dim: int, page_size: int, length: int) -> tuple[RaggedCach
     """A row of random entries, and its keys and values ``[length, D]`` as they are stored."""
     # C reads queries that are rotated already; here nothing is.
     plain = replace(KVForm.of(form, torch.float32, dim), rotated=False)
-    cache = RaggedCache(PagePool(page_size, dim, 0, form=plain), 1, 1)
+    cache = RaggedCache(PagePool(page_size, dim, 0, state_size=1, form=plain), 1, 1)
     slots = cache.append(torch.tensor([cache.open()]), length).flatten()
     noise = torch.Generator().manual_seed(length + dim)
     cache.pool.store(slots, *torch.randn(2, length, dim, generator=noise))
+    cache.pool.position.flatten()[slots] = torch.arange(length, dtype=torch.int32)
     return cache, cache.pool.keys_at(slots), cache.pool.values_at(slots)
 
 
@@ -43,20 +44,35 @@ def test_attention_of_a_row(form: str, level: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MMKV_NATIVE", level)
     loaded: Any = binding.library()
     assert loaded.level == level
-    groups = cycle((1, 2, 3, 4, 5, 9, 7))
+    groups, kinds = cycle((1, 2, 3, 4, 5, 9, 7)), cycle(enumerate(binding.JOINS))
+    joined = {"mean": Tensor.mean, "max": Tensor.amax, "sum": Tensor.sum}
     for dim in (2, 20, 32, 64, 96, 128):
-        for page_size, length in ((1, 5), (8, 1), (8, 40), (16, 33), (24, 71)):
+        for page_size, length in ((1, 5), (8, 1), (8, 40), (16, 289), (24, 71)):
             cache, keys, values = filled(form, dim, page_size, length)
-            for group in islice(groups, 2):
+            state = cache.pool.state.flatten(0, 1)
+            for group, (join, kind) in islice(zip(groups, kinds, strict=False), 2):
                 query = 2 * torch.randn(group, dim, generator=torch.Generator().manual_seed(group))
                 out, scores = torch.full_like(query, torch.nan), torch.empty(group, length)
                 views = CacheViews().of(cache, [0])
-                places = query.data_ptr(), group, 0, 0, scores.data_ptr(), out.data_ptr()
+                oldest = (0, length // 2, length - 3)[group % 3]
+                cache.pool.state.zero_()
+                places = (
+                    query.data_ptr(),
+                    group,
+                    1 + join,
+                    oldest,
+                    scores.data_ptr(),
+                    out.data_ptr(),
+                )
                 loaded.mmkv_attend(views, 0, *places)
-                shares = (query.double() @ keys.double().T / dim**0.5).softmax(-1)
-                torch.testing.assert_close(scores.double(), shares, rtol=0, atol=2e-5)
-                wanted = shares @ values.double()
-                torch.testing.assert_close(out.double(), wanted, rtol=0, atol=2e-5)
+                score = query.double() @ keys.double().T / dim**0.5
+                score[:, : max(oldest, 0)] = -torch.inf
+                shares = score.softmax(-1)
+                paid = state[cache.entries(0).slot, 0].double()
+                torch.testing.assert_close(paid, joined[kind](shares, 0), rtol=0, atol=2e-5)
+                torch.testing.assert_close(
+                    out.double(), shares @ values.double(), rtol=0, atol=2e-5
+                )
 
 
 # Attention of a prompt's chunk, at every level of C, beside float64.
