@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mmkv.engine.runtime import Runtime
     from mmkv.engine.sequence import CachedSequence
 
-MOST_DRAFTED = 8  # tokens at a time; of longer runs the last ones are seldom right
+MOST_DRAFTED = 16  # tokens at a time: more would hardly pay, were all of them right
 # Tokens between two choices of what drafts read, fewer where they would add a quarter to it.
 _CHOSEN_EVERY = Interval(32, 4)
 _TRIED = 2  # measurements of a kind before they are believed
@@ -42,7 +42,7 @@ _SAMPLES = 5  # of which the least counts: others have waited for something
 # Passes after which what is not done is measured again: the least, twice as many each time that it
 # does not pay, and the most.
 _LOOK_AGAIN = 16, 128
-_GAIN = 1.1  # drafts have to be faster by this factor
+_GAIN = 1.03  # drafts have to be faster by this factor
 _FIRST = 2  # tokens that are drafted while nothing is known
 _WEIGHT = 32.0  # drafted tokens that an estimate of their rate remembers
 

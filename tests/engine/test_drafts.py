@@ -164,12 +164,16 @@ def test_on_torch_they_are_close(policy: str) -> None:
 def test_tokens_of_one_sequence_in_a_step_are_computed_as_alone(
     model: str, kv: str, page_size: int
 ) -> None:
-    """Every column of the cache, too; beside another sequence, so that runs begin anywhere."""
+    """Every column of the cache, too; beside another sequence, so that runs begin anywhere.
+
+    A stretch of 256 entries, which attention reads together, ends among the tokens.
+    """
     policy = "h2o" if model == "qwen3_vl" else "dbtrimkv"  # sums of attention, or gates
     engine = engine_for(model, policy, budget=500, kv=kv, page_size=page_size)
     together, alone, beside = (engine.session() for _ in range(3))
     for session in (together, alone, beside):
         session.prefill(prompt(model))
+        session.prefill({"input_ids": text_ids(254 - session.seen, 4)[None]})
     tokens = text_ids(5, 3).tolist()
     said = [*tokens, 9]
     columns = [(together, i) for i in range(len(tokens))] + [(beside, 0)]
@@ -278,8 +282,8 @@ def test_a_limit_leaves_room_for_what_is_bounded() -> None:
     """With the pages of the bound drafts never stand in the way, with fewer they are left out."""
     spare = engine_for("qwen3_vl", budget=6, lossless=True)
     inputs = turn(40)
-    bound = page_bound(spare, spare.budget, 40, 12)
-    need = page_bound(engine_for("qwen3_vl", "full"), spare.budget, 40, 12)
+    bound = page_bound(spare, spare.budget, 40, 20)
+    need = page_bound(engine_for("qwen3_vl", "full"), spare.budget, 40, 20)
     for pages in (bound.steady, need.steady):
         limit = pages * spare.cache.pool.page_bytes
         options = {"kv_limit": limit, "vision_cache": 0}
@@ -291,7 +295,7 @@ def test_a_limit_leaves_room_for_what_is_bounded() -> None:
                 with pytest.raises(BudgetError):
                     lossless.budgets.reserve(ours, 60, 64)
             found = [one.extend(one.engine.turn(inputs, 0)) for one in (ours, theirs)]
-            for _ in range(12):
+            for _ in range(20):
                 token = int(found[1].argmax())
                 found = [one.decode(token) for one in (ours, theirs)]
                 assert torch.equal(*found)
@@ -555,7 +559,7 @@ CHOOSE = Pace.choose  # as it was before the fixture
 @pytest.mark.parametrize(
     ("draft", "single", "more", "rate", "best"),
     [
-        (6.0, 50.0, 5.0, 0.98, 8),
+        (6.0, 50.0, 5.0, 0.98, 16),
         (6.0, 50.0, 5.0, 0.5, 1),
         (20.0, 25.0, 5.0, 0.9, 0),  # a draft costs nearly as much as a step
         (6.0, 50.0, 50.0, 0.98, 0),  # nothing is gained by a pass of several
@@ -612,7 +616,7 @@ def test_longer_sessions_begin_with_what_shorter_ones_measured() -> None:
     short = drafts._pace(2, 7)
     assert CHOOSE(short, 0.98) == 0  # nothing is known
     drafts._paces[2, 7] = paced(6, 50, 5)
-    assert CHOOSE(drafts._pace(2, 8), 0.98) == 8 and CHOOSE(drafts._pace(3, 8), 0.98) == 0
+    assert CHOOSE(drafts._pace(2, 8), 0.98) == 16 and CHOOSE(drafts._pace(3, 8), 0.98) == 0
     drafts._pace(2, 8).note(0, 0.0, 1.0)
     assert len(drafts._pace(2, 7)._single) == 3 < len(drafts._pace(2, 8)._single)
 
