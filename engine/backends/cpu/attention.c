@@ -1,9 +1,9 @@
-/* Attention of one new query per head to the retained entries of one row.
+/* Attention of one new query per head, or of some, to the retained entries of one row.
  *
- * Codes become numbers in registers and serve all heads of the group there. Features are taken as
- * pairs of vectors, one of each half of head_dim, since codes of 4 bits share bytes so. The scale and zero
- * point of a key in fewer bits are left out of the sum over features and put to the score, those of a
- * value to the entry's share. */
+ * Codes become numbers in registers and serve all heads of the group there; where heads are many, codes
+ * become numbers in memory first. Features are taken as pairs of vectors, one of each half of head_dim,
+ * since codes of 4 bits share bytes so. The scale and zero point of a key in fewer bits are left out of the
+ * sum over features and put to the score, those of a value to the entry's share. */
 #include <float.h>
 #include <math.h>
 
