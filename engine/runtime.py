@@ -321,11 +321,11 @@ class Runtime:
 
         Beside weights in fewer bits, their trunks are rounded to bfloat16.
         """
-        placed = None if self._gates is None else self._gates.to(self.device, self.dtype)
-        if placed is None or self._exact_gates:
-            return placed
+        if self._gates is None or self._exact_gates:
+            return None if self._gates is None else self._gates.to(self.device, self.dtype)
         # Its product rounds no states for bfloat16.
-        return placed.in_bf16(kernels_for("int8", self.device))
+        kernels = kernels_for("int8", self.device)
+        return self._gates.in_bf16(kernels, self.device, self.dtype)
 
     def share(
         self, budget: Budget | float | str, floor: float = 0.0, by_risk: bool = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -120,18 +120,19 @@ class Gates:
         stages = _together(layers) if device.type == "cuda" else ()
         return Gates(self.kind, layers, self.tensors, self.info, stages=stages)
 
-    def in_bf16(self, kernels: Kernels) -> Gates:
-        """Return a copy with trunks rounded to bfloat16, and read as ``kernels`` do it.
+    def in_bf16(self, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Gates:
+        """Do as :meth:`to`, with trunks rounded to bfloat16, and read as ``kernels`` do it.
 
         States stay float32: rounding them, too, would make ten times as much of the last bits that
-        two backends differ in. A later change of the stored values is not seen.
+        two backends differ in. No trunk is widened on the way.
         """
-        holding = WeightForm("bf16", kernels)
-        layers = []
-        for gate in self.layers:
-            trunk = [(holding.hold(plain(weight)), bias) for weight, bias in gate.trunk]
-            layers.append(replace(gate, trunk=trunk, product=kernels.product or multiply))
-        stages = self.stages if all(w.dtype == torch.bfloat16 for w, _ in self.stages) else ()
+        holding, layers = WeightForm("bf16", kernels), []
+        placed = self if device.type == "cpu" else self.to(device, dtype)
+        for gate in placed.layers:
+            held = [(holding.hold(plain(w)), b.to(dtype)) for w, b in gate.trunk]
+            ends = gate.readout.float(), gate.bias.float()
+            layers.append(LayerGate(held, *ends, kernels.product or multiply))
+        stages = placed.stages if all(w.dtype == torch.bfloat16 for w, _ in placed.stages) else ()
         return Gates(self.kind, layers, self.tensors, self.info, self, stages)
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mmkv.engine.backends import kernels_for
 from mmkv.engine.errors import GateError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import (
@@ -337,6 +338,21 @@ def test_trunks_stored_in_half_read_the_same_within_its_rounding(tmp_path: Path)
     for layer in range(spec.num_layers):
         z, rounded = one.logits(layer, hidden), two.logits(layer, hidden)
         assert 0 < (z - rounded).abs().max() < 2e-3
+
+
+def test_trunks_in_bfloat16_have_no_wider_copy(tmp_path: Path) -> None:
+    spec, cpu = make_spec(layers=3, kv_heads=2), torch.device("cpu")
+    made = TrainableGates(spec, d_gate=32, bias=18.0, seed=4).gates()
+    save_gates(made, tmp_path, spec, torch.bfloat16)
+    gates = load_gates(tmp_path, spec)
+    held = gates.in_bf16(kernels_for("int8", cpu), cpu, torch.float32)
+    assert held.exact is gates and held.fingerprint() == gates.fingerprint()
+    assert {w.dtype for gate in gates.layers for w, _ in gate.trunk} == {torch.bfloat16}
+    hidden = torch.randn(50, spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    wide = gates.to(cpu, torch.float32)
+    for layer in range(spec.num_layers):
+        z = held.logits(layer, hidden)
+        torch.testing.assert_close(z, wide.logits(layer, hidden), rtol=0, atol=1e-5)
 
 
 def test_gates_of_another_checkpoint_of_the_same_shape_are_named(tmp_path: Path) -> None:
