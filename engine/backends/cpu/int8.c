@@ -164,14 +164,15 @@ struct rounded {
 static void round_8(const float *restrict x, float size, struct rounded *made)
 {
     made->scale = (uint16_t)((bits_of(size / 127.0f) + 0xffff) >> 16);
-    float step = from_bf16(made->scale), divisor = step > 0 ? step : 1.0f, wrong = 0;
-#pragma omp simd reduction(+ : wrong)
-    for (int i = 0; i < CODE_BLOCK; i++) {
-        float code = whole(x[i] / divisor), off = x[i] - code * step;
-        made->codes[i] = (int8_t)(int32_t)code;
+    float step = from_bf16(made->scale), divisor = step > 0 ? step : 1.0f;
+    lanes wrong = {0};
+    for (int i = 0; i < CODE_BLOCK; i += LANES) {
+        lanes code = load(x + i) / divisor + 12582912.0f - 12582912.0f, off = load(x + i) - code * step;
+        lanes_int8 small = __builtin_convertvector(__builtin_convertvector(code, lanes_int), lanes_int8);
+        memcpy(made->codes + i, &small, sizeof small);
         wrong += off * off;
     }
-    made->wrong = wrong;
+    made->wrong = total(wrong);
 }
 
 #define TRIED 16 /* steps that a block in 4 bits is rounded by, as DIVISORS of rounded.py has it */
@@ -225,29 +226,41 @@ static void round_4(const float *restrict x, struct rounded *made)
 static void round_block(const float *restrict x, int64_t bits, int8_t *restrict codes, uint16_t *scale,
                         double *sums)
 {
+    int8_t packed[CODE_BLOCK / 2];
     int32_t most = most_of(x);
-    float squared = 0;
     struct rounded made = {.scale = 0x7fc0 /* not a number */, .wrong = NAN};
     if (most < 0x7f800000 && bits == 8)
         round_8(x, with_bits((uint32_t)most), &made);
     else if (most < 0x7f800000)
         round_4(x, &made);
-    for (int group = 0; group < GROUPS; group++) {
-        int8_t *to = codes + group * bits / 8 * 4 * INT8_PANEL;
-        for (int i = 0; i < 4; i++) {
-            int8_t code = made.codes[4 * group + i];
-            if (bits == 8)
-                to[i] = code;
-            else
-                to[i] = (int8_t)(group % 2 ? to[i] | (code + 8) << 4 : code + 8);
+    if (bits == 4) /* the codes of two groups share bytes */
+        for (int i = 0; i < CODE_BLOCK / 2; i++) {
+            const int8_t *both = made.codes + i / 4 * 8 + i % 4;
+            packed[i] = (int8_t)((both[0] + 8) | (both[4] + 8) << 4);
         }
-    }
-#pragma omp simd reduction(+ : squared)
-    for (int i = 0; i < CODE_BLOCK; i++)
-        squared += x[i] * x[i];
+    for (int group = 0; group < GROUPS * bits / 8; group++)
+        memcpy(codes + group * 4 * INT8_PANEL, (bits == 4 ? packed : made.codes) + 4 * group, 4);
+    lanes squared = {0};
+    for (int i = 0; i < CODE_BLOCK; i += LANES)
+        squared += load(x + i) * load(x + i);
     *scale = made.scale;
     sums[0] += made.wrong;
-    sums[1] += squared;
+    sums[1] += total(squared);
+}
+
+/* x = `count` numbers of a row from number `from` on, and zeros. */
+INLINE void block_at(const void *weights, int64_t half, int64_t from, int64_t count, float *x)
+{
+    const uint16_t *short_form = (const uint16_t *)weights + from;
+    const float *wide = (const float *)weights + from;
+    if (count == CODE_BLOCK)
+        for (int i = 0; i < CODE_BLOCK; i += LANES) {
+            lanes made = half ? bf16_at(short_form + i) : load(wide + i);
+            memcpy(x + i, &made, sizeof made);
+        }
+    else
+        for (int64_t i = 0; i < CODE_BLOCK; i++)
+            x[i] = i >= count ? 0 : half ? from_bf16(short_form[i]) : wide[i];
 }
 
 /* Round weights [out, in], float32 or (`half`) bfloat16, to `bits`, 8 or 4, as IntegerMatrix.of does.
@@ -259,16 +272,14 @@ EXPORT void mmkv_round(const void *weights, int64_t half, int64_t out, int64_t i
 #pragma omp parallel for num_threads((int)threads) if (threads > 1)
     for (int64_t panel = 0; panel < panels; panel++) {
         sums[2 * panel] = sums[2 * panel + 1] = 0;
-        for (int64_t i = 0; i < INT8_PANEL * blocks; i++) {
-            int64_t row = panel * INT8_PANEL + i / blocks, block = i % blocks;
-            int64_t from = row * in + block * CODE_BLOCK, left = in - block * CODE_BLOCK;
-            int64_t at = panel * blocks + block, lane = i / blocks;
-            float x[CODE_BLOCK] = {0};
-            for (int64_t n = 0; row < out && n < (left < CODE_BLOCK ? left : CODE_BLOCK); n++)
-                x[n] = half ? from_bf16(((const uint16_t *)weights)[from + n])
-                            : ((const float *)weights)[from + n];
-            round_block(x, bits, codes + at * block_bytes(bits) + 4 * lane, scales + at * INT8_PANEL + lane,
-                        sums + 2 * panel);
-        }
+        for (int64_t lane = 0; lane < INT8_PANEL; lane++)
+            for (int64_t block = 0; block < blocks; block++) {
+                int64_t row = panel * INT8_PANEL + lane, at = panel * blocks + block;
+                int64_t left = row < out ? in - block * CODE_BLOCK : 0;
+                float x[CODE_BLOCK];
+                block_at(weights, half, row * in + block * CODE_BLOCK, left < CODE_BLOCK ? left : CODE_BLOCK, x);
+                round_block(x, bits, codes + at * block_bytes(bits) + 4 * lane,
+                            scales + at * INT8_PANEL + lane, sums + 2 * panel);
+            }
     }
 }
