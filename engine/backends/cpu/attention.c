@@ -103,7 +103,11 @@ INLINE void score_heads(const struct block *block, int bits, int heads, const fl
 {
     lanes sums[HEADS][LANES / KEYS];
     for (int64_t first = 0; first < LANES; first += KEYS)
-        tile(block, bits, first, heads, query, sums);
+        if (first < block->count)
+            tile(block, bits, first, heads, query, sums);
+        else
+            for (int h = 0; h < heads; h++)
+                sums[h][first / KEYS] = (lanes){0};
     for (int h = 0; h < heads; h++) {
         lanes found = fold_all(sums[h], LANES / KEYS, KEYS);
         if (block->coded < 16)
@@ -339,6 +343,14 @@ struct seen {
     float highest, sum;
 };
 
+/* exp(scale * (score - highest)), 0 of a score of minus infinity. A share just above 0 would be worse than
+ * useless: a CPU takes a hundred cycles for what is made of it. */
+INLINE lanes shares_of(lanes score, float highest, float scale)
+{
+    lanes_int seen = score != (lanes){0} - INFINITY;
+    return (lanes)(seen & (lanes_int)exp_lanes((score - highest) * scale));
+}
+
 /* Turn scores into exp(scale * (score - highest)), with those seen before. Returns how much less the sums
  * of before count now. */
 static float soften(float *scores, int64_t count, float scale, struct seen *seen)
@@ -350,9 +362,9 @@ static float soften(float *scores, int64_t count, float scale, struct seen *seen
     lanes sum = {0};
     for (int64_t i = 0; i < count; i += LANES) {
         int64_t some = count - i < LANES ? count - i : LANES;
-        lanes share = exp_lanes((load_some(scores + i, some, -INFINITY) - highest) * scale);
+        lanes share = shares_of(load_some(scores + i, some, -INFINITY), highest, scale);
         store_some(share, some, scores + i);
-        sum += share; /* of what is beyond: hardly anything beside a sum of 1 or more */
+        sum += share;
     }
     float less = exp_float((seen->highest - highest) * scale);
     *seen = (struct seen){highest, seen->sum * less + total(sum)};
@@ -363,17 +375,18 @@ static float soften(float *scores, int64_t count, float scale, struct seen *seen
 static void add_mass(const struct cache *cache, int64_t row, int64_t group, int64_t join, int64_t count,
                      float scale, const float *scores, const struct seen *seen)
 {
-    for (int64_t i = 0; i < count; i++) {
-        float all = 0;
+    for (int64_t i = 0; i < count; i += LANES) {
+        int64_t some = count - i < LANES ? count - i : LANES;
+        lanes all = {0};
         for (int64_t g = 0; g < group; g++) {
-            float score = scores[g * cache->length[row] + i];
-            float share = exp_float((score - seen[g].highest) * scale) / seen[g].sum;
-            if (score == -INFINITY) /* exp stops above 0 */
-                share = 0;
-            all = join != JOIN_MAX ? all + share : share > all ? share : all;
+            lanes score = load_some(scores + g * cache->length[row] + i, some, -INFINITY);
+            lanes share = shares_of(score, seen[g].highest, scale) * (1.0f / seen[g].sum);
+            lanes_int more = share > all;
+            all = join != JOIN_MAX ? all + share : (lanes)((more & (lanes_int)share) | (~more & (lanes_int)all));
         }
-        cache->state[slot_of(cache, row, i) * cache->state_size] +=
-            join == JOIN_MEAN ? all / (float)group : all;
+        for (int64_t e = 0; e < some; e++)
+            cache->state[slot_of(cache, row, i + e) * cache->state_size] +=
+                join == JOIN_MEAN ? all[e] / (float)group : all[e];
     }
 }
 
@@ -397,9 +410,9 @@ static void hide(const struct cache *cache, int64_t row, int64_t from, int64_t t
 
 /* Attend from the last `tokens` tokens of a row, whose entries are its last ones: each sees those before
  * its own, and that. query, out: [tokens, group, D], the heads that share this row; scores: where `mass` is
- * asked for, room for tokens * group * length. A page is read from memory once for all of them; what a
- * token gets does not depend, not in one bit, on the others. Tokens before oldest[token] are not seen.
- * The softmax goes on from stretch to stretch, as in chunk.c. */
+ * asked for, room for tokens * group * length. Stretches that all see are read from memory once; what a
+ * token gets does not depend, not in one bit, on the others. Tokens before oldest[token] are not seen. The
+ * softmax goes on from stretch to stretch, as in chunk.c. */
 void attend_tokens(const struct cache *cache, int64_t row, const float *query, int64_t tokens, int64_t group,
                    int64_t mass, const int64_t *oldest, float *scores, float *out)
 {

@@ -124,7 +124,7 @@ struct step {
     float *tapped;             /* [taps, batch slots, hidden] */
     float *log_beta;           /* [batch slots, rows]; NULL without gates */
     int64_t taps;
-    int64_t room;            /* the scores of a head that the scratch is made for, where mass is asked for */
+    int64_t room;            /* scores of a head that the scratch holds; read where mass is asked for */
     int64_t pages, width, longest; /* left behind: free pages, table columns and scratch it takes */
     int64_t done;     /* left behind: 1, or 0 if one of them was not there */
     int64_t evicting; /* nanoseconds of eviction, of all steps so far */

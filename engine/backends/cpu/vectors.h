@@ -198,12 +198,6 @@ INLINE lanes fold_all(lanes *sums, int count, int n)
     return sums[0];
 }
 
-/* Lane i: the sum of the lanes of sums[i], of LANES vectors; they are used up. */
-INLINE lanes totals(lanes *sums)
-{
-    return fold_all(sums, LANES, 1);
-}
-
 /* exp(x) for x <= 0, of -87.3 where it is below; see exp_float. */
 INLINE lanes exp_lanes(lanes x)
 {

@@ -75,6 +75,22 @@ def test_attention_of_a_row(form: str, level: str, monkeypatch: pytest.MonkeyPat
                 )
 
 
+@needs_native
+@pytest.mark.parametrize("level", levels())
+def test_scores_that_are_all_minus_infinity_give_no_number(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What checks for numbers that broke sees them; 0 of each value would be an answer."""
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    loaded: Any = binding.library()
+    cache, _, _ = filled("auto", 32, 16, 3)
+    cache.pool.keys.fill_(-1e30)
+    query, out = torch.full((1, 32), 1e30), torch.zeros(1, 32)
+    places = query.data_ptr(), 1, 0, 0, None, out.data_ptr()
+    loaded.mmkv_attend(CacheViews().of(cache, [0]), 0, *places)
+    assert out.isnan().all()
+
+
 # Attention of a prompt's chunk, at every level of C, beside float64.
 
 
