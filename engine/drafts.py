@@ -366,7 +366,7 @@ class Drafts:
             rates.append(session.ahead.rate.value)
             due = self._allowed(session)[1]
             worth = (due or session.ahead.chosen is not None) and session.recorder is None
-            room = self._engine.spec.max_position - session.next_position - 1
+            room = session.last_position - session.next_position - 1
             rooms.append(room if worth and self._complete(session) else 0)
         if not any(rooms):
             return rooms, pace

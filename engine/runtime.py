@@ -41,12 +41,7 @@ from mmkv.engine.policies import Budget, Needs, Policy
 from mmkv.engine.policies.pruning import check_pruner
 from mmkv.engine.policies.registry import check_policy
 from mmkv.engine.policy_choice import choose, require_named_gates
-from mmkv.engine.scorer_state import (
-    has_on_append,
-    has_on_step,
-    sequence_memory,
-    tap_layers,
-)
+from mmkv.engine.scorer_state import has_on_append, has_on_step, sequence_memory, tap_layers
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import load_session
 from mmkv.engine.steps import decode_step, decode_steps
@@ -321,8 +316,10 @@ class Runtime:
 
         Beside weights in fewer bits, their trunks are rounded to bfloat16.
         """
-        if self._gates is None or self._exact_gates:
-            return None if self._gates is None else self._gates.to(self.device, self.dtype)
+        if self._gates is None:
+            return None
+        if self._exact_gates:
+            return self._gates.to(self.device, self.dtype)
         # Its product rounds no states for bfloat16.
         kernels = kernels_for("int8", self.device)
         return self._gates.in_bf16(kernels, self.device, self.dtype)

@@ -706,7 +706,7 @@ class CachedSequence:
         Raises:
             ContextError: there is no room for them.
         """
-        limit = self._last_position
+        limit = self.last_position
         if next_position <= limit:
             return False
         needs = 0
@@ -730,7 +730,7 @@ class CachedSequence:
         )
 
     @property
-    def _last_position(self) -> int:
+    def last_position(self) -> int:
         """The last rope position that the next one may be."""
         limit, switch = self.engine.spec.max_position, self.engine.spec.rope.switch_at
         if self.long_rope is False and switch is not None:
@@ -762,7 +762,7 @@ class CachedSequence:
         Args:
             next_position: of the text that would follow what is to come.
         """
-        limit = self._last_position
+        limit = self.last_position
         most = min(limit * 3 // 4, limit - (next_position - self.next_position))
         if held.longest > most and self.engine.spec.rope.mrope_axes is None:
             held = held.plain or held

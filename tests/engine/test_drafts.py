@@ -519,6 +519,19 @@ def test_the_context_ends_where_the_full_caches_does() -> None:
         session.close()
 
 
+@needs_native
+def test_nothing_is_drafted_that_has_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply that was begun with Phi-3's short factors ends where these do."""
+    monkeypatch.setattr(Pace, "choose", lambda *_: MOST_DRAFTED)
+    lossless = engine_for("phi3_long", budget=3, lossless=True)
+    switch = lossless.spec.rope.switch_at
+    assert switch is not None
+    with lossless.session() as session:
+        session.prefill({"input_ids": text_ids(switch - 4, 1)[None]})
+        session.decode(5)
+        assert session.ahead is not None and session.ahead.drafted == 3
+
+
 @pytest.mark.parametrize(
     ("policy", "options", "says"),
     [

@@ -347,8 +347,7 @@ struct seen {
  * useless: a CPU takes a hundred cycles for what is made of it. */
 INLINE lanes shares_of(lanes score, float highest, float scale)
 {
-    lanes_int seen = score != (lanes){0} - INFINITY;
-    return (lanes)(seen & (lanes_int)exp_lanes((score - highest) * scale));
+    return either(score != (lanes){0} - INFINITY, exp_lanes((score - highest) * scale), (lanes){0});
 }
 
 /* Turn scores into exp(scale * (score - highest)), with those seen before. Returns how much less the sums
@@ -381,8 +380,7 @@ static void add_mass(const struct cache *cache, int64_t row, int64_t group, int6
         for (int64_t g = 0; g < group; g++) {
             lanes score = load_some(scores + g * cache->length[row] + i, some, -INFINITY);
             lanes share = shares_of(score, seen[g].highest, scale) * (1.0f / seen[g].sum);
-            lanes_int more = share > all;
-            all = join != JOIN_MAX ? all + share : (lanes)((more & (lanes_int)share) | (~more & (lanes_int)all));
+            all = join != JOIN_MAX ? all + share : either(share > all, share, all);
         }
         for (int64_t e = 0; e < some; e++)
             cache->state[slot_of(cache, row, i + e) * cache->state_size] +=

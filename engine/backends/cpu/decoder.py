@@ -160,10 +160,7 @@ class NativeDecoder:
         return self.latest.evicting / 1e9
 
     def step(
-        self,
-        cache: RaggedCache,
-        batch: Batch,
-        requests: ctypes.Array[Eviction] | None = None,
+        self, cache: RaggedCache, batch: Batch, requests: ctypes.Array[Eviction] | None = None
     ) -> Tensor:
         """Append one text token to each of B sequences, and evict.
 

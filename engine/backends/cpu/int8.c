@@ -167,6 +167,7 @@ static void round_8(const float *restrict x, float size, struct rounded *made)
     float step = from_bf16(made->scale), divisor = step > 0 ? step : 1.0f;
     lanes wrong = {0};
     for (int i = 0; i < CODE_BLOCK; i += LANES) {
+        /* as in whole(): a quotient can't become part of a fused sum */
         lanes code = load(x + i) / divisor + 12582912.0f - 12582912.0f, off = load(x + i) - code * step;
         lanes_int8 small = __builtin_convertvector(__builtin_convertvector(code, lanes_int), lanes_int8);
         memcpy(made->codes + i, &small, sizeof small);
@@ -277,7 +278,8 @@ EXPORT void mmkv_round(const void *weights, int64_t half, int64_t out, int64_t i
                 int64_t row = panel * INT8_PANEL + lane, at = panel * blocks + block;
                 int64_t left = row < out ? in - block * CODE_BLOCK : 0;
                 float x[CODE_BLOCK];
-                block_at(weights, half, row * in + block * CODE_BLOCK, left < CODE_BLOCK ? left : CODE_BLOCK, x);
+                left = left < CODE_BLOCK ? left : CODE_BLOCK;
+                block_at(weights, half, row * in + block * CODE_BLOCK, left, x);
                 round_block(x, bits, codes + at * block_bytes(bits) + 4 * lane,
                             scales + at * INT8_PANEL + lane, sums + 2 * panel);
             }

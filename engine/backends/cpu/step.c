@@ -657,10 +657,10 @@ static int64_t nanoseconds(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Append one token to each batch slot's sequence, compute its logits, [batch slots, vocab], and evict what was
- * ordered; or, without room, change nothing. Batch slots side by side may be tokens of one sequence, one after
- * the other (`behind` of its caches), where no layer keeps a state; each computes what it would alone. The caches share one stack of free pages: the first
- * says how many there are, and all of them afterwards. */
+/* Append one token to each batch slot's sequence, compute its logits, [batch slots, vocab], and evict what
+ * was ordered; or, without room, change nothing. Batch slots side by side may be tokens of one sequence, one
+ * after the other (`behind` of its caches), where no layer keeps a state; each computes what it would alone.
+ * The caches share one stack of free pages: the first says how many there are, and all of them afterwards. */
 EXPORT void mmkv_step(const struct model *model, struct cache *caches, struct step *step)
 {
     struct vectors logits = {.at = step->logits, .stride = model->head.out};

@@ -198,11 +198,16 @@ INLINE lanes fold_all(lanes *sums, int count, int n)
     return sums[0];
 }
 
+/* Lanes of a where the mask is set, those of b elsewhere. */
+INLINE lanes either(lanes_int mask, lanes a, lanes b)
+{
+    return (lanes)((mask & (lanes_int)a) | (~mask & (lanes_int)b));
+}
+
 /* exp(x) for x <= 0, of -87.3 where it is below; see exp_float. */
 INLINE lanes exp_lanes(lanes x)
 {
-    lanes_int below = x < -87.3f, limit = (lanes_int)((lanes){0} - 87.3f);
-    x = (lanes)((below & limit) | (~below & (lanes_int)x));
+    x = either(x < -87.3f, (lanes){0} - 87.3f, x);
     lanes shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
     lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     return EXP_NEAR_0(r) * (lanes)(((lanes_int)shifted + 127) << 23);
