@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.model.panels import Panels, sampled
+from mmkv.engine.model.panels import Panels, room, sampled
 
 BLOCK, PANEL = 32, 16  # CODE_BLOCK and INT8_PANEL of native.h
 _LARGEST = 127
@@ -118,7 +118,7 @@ class IntegerMatrix(Panels):
     def empty(cls, rows: int, width: int) -> tuple[Tensor, Tensor]:
         """Return room for the codes and steps of a matrix ``[rows, width]``."""
         codes, scales = cls._held_shapes(rows, width)
-        return torch.empty(codes, dtype=cls._stored_as), torch.empty(scales, dtype=torch.bfloat16)
+        return room(*codes, dtype=cls._stored_as), room(*scales, dtype=torch.bfloat16)
 
     @classmethod
     def _held_shapes(cls, rows: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
