@@ -46,14 +46,17 @@ static struct codes codes_of(struct codes x, struct tile tile)
 /* The bits of the greatest size in a block: ordered like the numbers, and above them what is none. */
 INLINE int32_t most_of(const float *restrict x)
 {
-    int32_t bits[CODE_BLOCK], most = 0;
-    memcpy(bits, x, sizeof bits);
-#pragma omp simd reduction(max : most)
-    for (int i = 0; i < CODE_BLOCK; i++) {
-        int32_t size = bits[i] & 0x7fffffff;
-        most = size > most ? size : most;
+    lanes_int most = {0};
+    int32_t each[LANES], greatest = 0;
+    for (int i = 0; i < CODE_BLOCK; i += LANES) {
+        lanes_int size = (lanes_int)load(x + i) & 0x7fffffff;
+        most = (lanes_int)either(size > most, (lanes)size, (lanes)most);
     }
-    return most;
+    memcpy(each, &most, sizeof each);
+#pragma omp simd reduction(max : greatest)
+    for (int i = 0; i < LANES; i++)
+        greatest = each[i] > greatest ? each[i] : greatest;
+    return greatest;
 }
 
 /* Round a block of one vector: its codes go to `codes`, four by four, `stride` bytes apart. */
@@ -153,27 +156,48 @@ void int8_row(const struct linear *map, int64_t row, float *to)
     }
 }
 
-/* A block of weights, rounded. */
-struct rounded {
-    int8_t codes[CODE_BLOCK];
-    uint16_t scale; /* bfloat16 */
-    float wrong;    /* squares of what changed */
-};
+#define RUN 16 /* blocks of a row that are rounded together: so much of a panel stays in the cache */
 
-/* To 8 bits, by the smallest step that is not below what the greatest number, of this size, asks for. */
-static void round_8(const float *restrict x, float size, struct rounded *made)
+/* A block's codes of a row go to its panel four by four: those of all rows alternate. */
+INLINE void put_codes(const int8_t *from, int groups, int8_t *to)
 {
-    made->scale = (uint16_t)((bits_of(size / 127.0f) + 0xffff) >> 16);
-    float step = from_bf16(made->scale), divisor = step > 0 ? step : 1.0f;
+#pragma GCC unroll 8
+    for (int group = 0; group < groups; group++)
+        memcpy(to + group * 4 * INT8_PANEL, from + 4 * group, 4);
+}
+
+/* Round blocks to 8 bits, by the smallest step that is not below what the greatest number of each asks
+ * for. Returns the squares of what changed. */
+INLINE lanes round_8(const float (*x)[CODE_BLOCK], int64_t count, int8_t *codes, uint16_t *scales)
+{
+    float step[RUN], divisor[RUN];
+    int32_t most[RUN];
     lanes wrong = {0};
-    for (int i = 0; i < CODE_BLOCK; i += LANES) {
-        /* as in whole(): a quotient can't become part of a fused sum */
-        lanes code = load(x + i) / divisor + 12582912.0f - 12582912.0f, off = load(x + i) - code * step;
-        lanes_int8 small = __builtin_convertvector(__builtin_convertvector(code, lanes_int), lanes_int8);
-        memcpy(made->codes + i, &small, sizeof small);
-        wrong += off * off;
+    for (int64_t b = 0; b < count; b++)
+        most[b] = most_of(x[b]);
+#pragma omp simd
+    for (int64_t b = 0; b < count; b++) {
+        uint32_t bits = (bits_of(with_bits((uint32_t)most[b]) / 127.0f) + 0xffff) & 0xffff0000;
+        step[b] = with_bits(most[b] < 0x7f800000 ? bits : 0x7fc00000 /* not a number */);
+        divisor[b] = step[b] == 0 ? 1.0f : step[b];
     }
-    made->wrong = total(wrong);
+    for (int64_t b = 0; b < count; b++) {
+        int32_t bits[CODE_BLOCK];
+        int8_t made[CODE_BLOCK];
+        for (int i = 0; i < CODE_BLOCK; i += LANES) {
+            /* as in whole(): a quotient can't become part of a fused sum, and its code is the lowest byte */
+            lanes code = load(x[b] + i) / divisor[b] + 12582912.0f;
+            memcpy(bits + i, &code, sizeof code);
+            lanes off = load(x[b] + i) - (code - 12582912.0f) * step[b];
+            wrong += off * off;
+        }
+#pragma omp simd
+        for (int i = 0; i < CODE_BLOCK; i++)
+            made[i] = (int8_t)(most[b] < 0x7f800000 ? bits[i] : 0);
+        put_codes(made, GROUPS, codes + b * block_bytes(8));
+        scales[b * INT8_PANEL] = (uint16_t)(bits_of(step[b]) >> 16);
+    }
+    return wrong;
 }
 
 #define TRIED 16 /* steps that a block in 4 bits is rounded by, as DIVISORS of rounded.py has it */
@@ -185,10 +209,17 @@ INLINE int32_t code_4(float x)
     return code < 7 ? code : 7;
 }
 
-/* To 4 bits, as Int4Matrix.rounded does. */
-static void round_4(const float *restrict x, struct rounded *made)
+/* Round a block to 4 bits, as Int4Matrix.rounded does. Returns the squares of what changed. */
+static float round_4(const float *restrict x, int8_t *codes, uint16_t *scale)
 {
     float low = x[0], high = x[0], wrong[TRIED] = {0}, step[TRIED], inverse[TRIED], all = 0;
+    int8_t made[CODE_BLOCK / 2] = {0};
+    *scale = 0x7fc0; /* not a number */
+    if (most_of(x) >= 0x7f800000) {
+        memset(made, 0x88, sizeof made);
+        put_codes(made, GROUPS / 2, codes);
+        return NAN;
+    }
 #pragma omp simd reduction(min : low) reduction(max : high)
     for (int i = 0; i < CODE_BLOCK; i++) {
         low = x[i] < low ? x[i] : low;
@@ -211,42 +242,20 @@ static void round_4(const float *restrict x, struct rounded *made)
     int best = 0;
     for (int k = 1; k < TRIED; k++)
         best = wrong[k] < wrong[best] ? k : best;
+    int32_t code[CODE_BLOCK];
 #pragma omp simd reduction(+ : all)
     for (int i = 0; i < CODE_BLOCK; i++) {
-        int32_t code = code_4(x[i] * inverse[best]);
-        float off = x[i] - (float)code * step[best];
-        made->codes[i] = (int8_t)code;
+        code[i] = code_4(x[i] * inverse[best]);
+        float off = x[i] - (float)code[i] * step[best];
         all += off * off;
     }
-    made->scale = (uint16_t)(bits_of(step[best]) >> 16);
-    made->wrong = all;
-}
-
-/* Round a block of weights to `bits`, and add what that changes and their squares to `sums`. Codes go to
- * the block's groups, four by four. */
-static void round_block(const float *restrict x, int64_t bits, int8_t *restrict codes, uint16_t *scale,
-                        double *sums)
-{
-    int8_t packed[CODE_BLOCK / 2];
-    int32_t most = most_of(x);
-    struct rounded made = {.scale = 0x7fc0 /* not a number */, .wrong = NAN};
-    if (most < 0x7f800000 && bits == 8)
-        round_8(x, with_bits((uint32_t)most), &made);
-    else if (most < 0x7f800000)
-        round_4(x, &made);
-    if (bits == 4) /* the codes of two groups share bytes */
-        for (int i = 0; i < CODE_BLOCK / 2; i++) {
-            const int8_t *both = made.codes + i / 4 * 8 + i % 4;
-            packed[i] = (int8_t)((both[0] + 8) | (both[4] + 8) << 4);
-        }
-    for (int group = 0; group < GROUPS * bits / 8; group++)
-        memcpy(codes + group * 4 * INT8_PANEL, (bits == 4 ? packed : made.codes) + 4 * group, 4);
-    lanes squared = {0};
-    for (int i = 0; i < CODE_BLOCK; i += LANES)
-        squared += load(x + i) * load(x + i);
-    *scale = made.scale;
-    sums[0] += made.wrong;
-    sums[1] += total(squared);
+    for (int i = 0; i < CODE_BLOCK / 2; i++) { /* the codes of two groups share bytes */
+        const int32_t *both = code + i / 4 * 8 + i % 4;
+        made[i] = (int8_t)((both[0] + 8) | (both[4] + 8) << 4);
+    }
+    put_codes(made, GROUPS / 2, codes);
+    *scale = (uint16_t)(bits_of(step[best]) >> 16);
+    return all;
 }
 
 /* x = `count` numbers of a row from number `from` on, and zeros. */
@@ -264,6 +273,27 @@ INLINE void block_at(const void *weights, int64_t half, int64_t from, int64_t co
             x[i] = i >= count ? 0 : half ? from_bf16(short_form[i]) : wide[i];
 }
 
+/* Round `count` blocks of a row, of which `left` numbers are there, and add the squares of what changes
+ * and of the weights to `sums`. */
+INLINE void round_run(const void *weights, int64_t half, int64_t from, int64_t left, int64_t count, int64_t bits,
+                      int8_t *codes, uint16_t *scales, double *sums)
+{
+    float x[RUN][CODE_BLOCK], wrong = 0;
+    lanes squared = {0};
+    for (int64_t b = 0; b < count; b++, left -= CODE_BLOCK) {
+        block_at(weights, half, from + b * CODE_BLOCK, left < CODE_BLOCK ? left : CODE_BLOCK, x[b]);
+        for (int i = 0; i < CODE_BLOCK; i += LANES)
+            squared += load(x[b] + i) * load(x[b] + i);
+    }
+    if (bits == 8)
+        wrong = total(round_8(x, count, codes, scales));
+    else
+        for (int64_t b = 0; b < count; b++)
+            wrong += round_4(x[b], codes + b * block_bytes(4), scales + b * INT8_PANEL);
+    sums[0] += wrong;
+    sums[1] += total(squared);
+}
+
 /* Round weights [out, in], float32 or (`half`) bfloat16, to `bits`, 8 or 4, as IntegerMatrix.of does.
  * `sums` [panels, 2] gets, panel by panel, the squares of what changed and of the weights. */
 EXPORT void mmkv_round(const void *weights, int64_t half, int64_t out, int64_t in, int64_t bits,
@@ -273,15 +303,12 @@ EXPORT void mmkv_round(const void *weights, int64_t half, int64_t out, int64_t i
 #pragma omp parallel for num_threads((int)threads) if (threads > 1)
     for (int64_t panel = 0; panel < panels; panel++) {
         sums[2 * panel] = sums[2 * panel + 1] = 0;
-        for (int64_t lane = 0; lane < INT8_PANEL; lane++)
-            for (int64_t block = 0; block < blocks; block++) {
-                int64_t row = panel * INT8_PANEL + lane, at = panel * blocks + block;
-                int64_t left = row < out ? in - block * CODE_BLOCK : 0;
-                float x[CODE_BLOCK];
-                left = left < CODE_BLOCK ? left : CODE_BLOCK;
-                block_at(weights, half, row * in + block * CODE_BLOCK, left, x);
-                round_block(x, bits, codes + at * block_bytes(bits) + 4 * lane,
-                            scales + at * INT8_PANEL + lane, sums + 2 * panel);
+        for (int64_t run = 0; run < blocks; run += RUN)
+            for (int64_t lane = 0; lane < INT8_PANEL; lane++) {
+                int64_t row = panel * INT8_PANEL + lane, at = panel * blocks + run, first = run * CODE_BLOCK;
+                round_run(weights, half, row * in + first, row < out ? in - first : 0,
+                          blocks - run < RUN ? blocks - run : RUN, bits, codes + at * block_bytes(bits) + 4 * lane,
+                          scales + at * INT8_PANEL + lane, sums + 2 * panel);
             }
     }
 }

@@ -25,7 +25,6 @@
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t lanes_bits __attribute__((vector_size(4 * LANES)));
 typedef int32_t lanes_int __attribute__((vector_size(4 * LANES)));
-typedef int8_t lanes_int8 __attribute__((vector_size(LANES)));
 typedef uint16_t lanes_uint16 __attribute__((vector_size(2 * LANES)));
 typedef float quad __attribute__((vector_size(16)));
 
