@@ -293,7 +293,8 @@ def product(bits: int, tokens: int, dtype: str = "bfloat16") -> None:
         ours.multiply_rounded(x, _numbers("bfloat16", 4096, 4096), bias)
     else:
         kind = INTEGERS[bits]
-        ours.multiply(x, kind(*kind.empty(4096, 4096), (4096, 4096), 0.0), bias)
+        codes, scales = kind.filled(4096, 4096, lambda *_: None)
+        ours.multiply(x, kind(codes, scales, (4096, 4096), 0.0), bias)
 
 
 def delta(dtype: str = "bfloat16", heads: int = 32, dim: int = 128) -> None:

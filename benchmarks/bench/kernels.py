@@ -383,7 +383,7 @@ def random_matrix(state: KernelState, rows: int, width: int) -> Matrix:
     if not bits:
         return state.normal(rows, width)
     kind = INTEGERS[bits]
-    codes, scales = kind.empty(rows, width)
+    codes, scales = kind.filled(rows, width, lambda *_: None)
     codes.random_(0, 16 if bits == 4 else 128)
     return kind(codes, scales.fill_(1e-4), (rows, width), 0.0).to(state.device)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -90,45 +89,63 @@ def sampled(flat: Tensor, count: int) -> Tensor:
     return flat[:: max(1, flat.numel() // count)]
 
 
-class _Workspace(threading.local):
-    """Memory of a thread that is used for one matrix after the other."""
+class Rows:
+    """Matrices ``[n, in]`` one below the other, put together where some rows are asked for.
 
-    memory: Tensor | None = None
-    taken = 0
+    It is to packing what a tensor of all of them is.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts, self.dtype, self.device = parts, parts[0].dtype, parts[0].device
+        self.shape = sum(map(len, parts)), parts[0].shape[1]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        first, after, _ = rows.indices(self.shape[0])
+        found = []
+        for part in self._parts:
+            found.append(part[max(first, 0) : max(after, 0)])
+            first, after = first - len(part), after - len(part)
+        there = [part for part in found if len(part)]
+        return there[0] if len(there) == 1 else torch.cat(found)
+
+    def cpu(self) -> Rows:
+        """Return it on the CPU, where it is."""
+        return self
 
 
-_workspace = _Workspace()
-_WORKSPACE_BYTES = 2**27
+Room = tuple[tuple[int, ...], torch.dtype]  # shape [panels, ...] and dtype of a tensor to fill
+Fill = Callable[..., None]
+
+
+class _Filler(threading.local):
+    fill: Callable[[Fill, Sequence[Room]], Sequence[Tensor]] | None = None
+
+
+_filler = _Filler()
 
 
 @contextmanager
-def reused_memory() -> Iterator[Callable[[], None]]:
-    """Have :func:`room` give this thread the same memory again and again, where it suffices.
-
-    The system clears fresh memory first, which takes as long as packing into it.
-
-    Yields:
-        a function that begins again: what was made in that memory is gone then.
-    """
-
-    def again() -> None:
-        _workspace.taken = 0
-
-    _workspace.memory = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8)
-    again()
+def filled_by(fill: Callable[[Fill, Sequence[Room]], Sequence[Tensor]]) -> Iterator[None]:
+    """Have :func:`filled` of this thread do as ``fill``, which may keep what it fills elsewhere."""
+    _filler.fill = fill
     try:
-        yield again
+        yield
     finally:
-        _workspace.memory = None
+        _filler.fill = None
 
 
-def room(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of any numbers: room for panels, or for what they are packed of."""
-    size, begin = math.prod(shape) * dtype.itemsize, -(-_workspace.taken // 64) * 64
-    if _workspace.memory is None or begin + size > _WORKSPACE_BYTES:
-        return torch.empty(*shape, dtype=dtype)
-    _workspace.taken = begin + size
-    return _workspace.memory[begin : begin + size].view(dtype).view(*shape)
+def filled(fill: Fill, *rooms: Room) -> Sequence[Tensor]:
+    """Return tensors that ``fill`` has packed into: those of every matrix in panels come from here.
+
+    Args:
+        fill: called with the number of a panel, and with tensors for it and some that follow. All
+            of these, and no others, it fills.
+    """
+    if _filler.fill is not None:
+        return _filler.fill(fill, rooms)
+    made = [torch.empty(*shape, dtype=dtype) for shape, dtype in rooms]
+    fill(0, *made)
+    return made
 
 
 PANEL = 32  # BF16_PANEL of native.h
@@ -151,18 +168,23 @@ class Bf16Matrix(Panels):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, weight: Tensor) -> Bf16Matrix:
+    def of(cls, weight: Tensor | Rows) -> Bf16Matrix:
         """Lay out bfloat16 ``weight [out, in]``; no number changes."""
-        rows, width = weight.shape
-        padded = F.pad(weight, (0, width % 2, 0, -rows % PANEL))
-        pairs = padded.contiguous().view(torch.int32).unflatten(0, (-1, PANEL)).transpose(1, 2)
-        panels = pairs.contiguous().view(torch.bfloat16).unflatten(-1, (PANEL, 2))
-        return cls(panels, (rows, width))
 
-    @staticmethod
-    def empty(rows: int, width: int) -> Tensor:
-        """Return room for the panels of a matrix ``[rows, width]``."""
-        return room(*_held_shape(rows, width), dtype=torch.bfloat16)
+        def fill(first: int, panels: Tensor) -> None:
+            own = weight[first * PANEL : (first + len(panels)) * PANEL]
+            padded = F.pad(own, (0, own.shape[1] % 2, 0, -len(own) % PANEL))
+            pairs = padded.contiguous().view(torch.int32).unflatten(0, (-1, PANEL)).transpose(1, 2)
+            panels.copy_(pairs.contiguous().view(torch.bfloat16).unflatten(-1, (PANEL, 2)))
+
+        rows, width = weight.shape
+        return cls.filled(rows, width, fill)
+
+    @classmethod
+    def filled(cls, rows: int, width: int, fill: Fill) -> Bf16Matrix:
+        """Return the matrix ``[rows, width]`` whose panels ``fill`` packs: see :func:`filled`."""
+        (panels,) = filled(fill, (_held_shape(rows, width), torch.bfloat16))
+        return cls(panels, (rows, width))
 
     def fills_its_shape(self) -> bool:
         """See :class:`Panels`."""

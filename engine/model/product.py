@@ -14,7 +14,7 @@ from torch import Tensor
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
 from mmkv.engine.model.mixture import Experts, grouped
-from mmkv.engine.model.panels import Bf16Matrix, Panels
+from mmkv.engine.model.panels import Bf16Matrix, Panels, Rows
 from mmkv.engine.model.rounded import Int4Matrix, Int8Matrix, IntegerMatrix
 
 # Numbers that are looked at first: those of most float32 checkpoints show at once.
@@ -169,8 +169,10 @@ class Kernels:
     """
 
     product: Product | None = None
-    rounded: Callable[[Tensor, int], IntegerMatrix] = lambda weight, bits: INTEGERS[bits].of(weight)
-    packed: Callable[[Tensor], Matrix] | None = None
+    rounded: Callable[[Tensor | Rows, int], IntegerMatrix] = lambda weight, bits: INTEGERS[bits].of(
+        weight
+    )
+    packed: Callable[[Tensor | Rows], Matrix] | None = None
     elementwise: Elementwise = field(default_factory=TorchElementwise)
     experts: Experts = grouped
     attention: PatchAttention | None = None
@@ -238,17 +240,22 @@ class WeightForm:
         bits = self.bits(part)
         return 2 * numbers if bits is None else numbers // 32 * (4 * bits + 2)
 
-    def hold(self, weight: Tensor, part: str = "") -> Matrix:
+    def hold(self, weight: Tensor | Rows, part: str = "") -> Matrix:
         """Return a matrix as it is held; ``auto`` changes no number.
 
         Args:
+            weight: rows of several only if it is bfloat16 and the form packs it.
             part: as :meth:`bits` takes it.
         """
         if (bits := self.bits(part)) is not None:
             return self.kernels.rounded(weight, bits)
-        held = weight.bfloat16() if self.name == "bf16" else narrowed(weight)
         packed = self.kernels.packed if self.packs else None
-        return held if packed is None or held.dtype != torch.bfloat16 else packed(held)
+        if isinstance(weight, Tensor):
+            weight = weight.bfloat16() if self.name == "bf16" else narrowed(weight)
+            if packed is None or weight.dtype != torch.bfloat16:
+                return weight
+        assert packed is not None
+        return packed(weight)
 
     @classmethod
     def of(

@@ -8,7 +8,7 @@ too small or too large for them.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.model.panels import Panels, room, sampled
+from mmkv.engine.model.panels import Fill, Panels, Rows, filled, sampled
 
 BLOCK, PANEL = 32, 16  # CODE_BLOCK and INT8_PANEL of native.h
 _LARGEST = 127
 _LEAST_CODED = 1e-30  # LEAST_CODED of native.h
-_ROWS_AT_ONCE = 256  # so that what rounding makes stays in the cache
+_PANELS_AT_ONCE = 16  # so that what rounding makes stays in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class IntegerMatrix(Panels):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, weight: Tensor) -> Self:
+    def of(cls, weight: Tensor | Rows) -> Self:
         """Round ``weight [out, in]``, floats, block by block."""
         width = -(-weight.shape[1] // BLOCK) * BLOCK
 
@@ -102,23 +102,27 @@ class IntegerMatrix(Panels):
         cls, rows: int, width: int, made: Callable[[slice], tuple[Tensor, Tensor, Tensor]]
     ) -> Self:
         """Lay out what ``made`` gives of some rows, whole panels: codes, steps, weights."""
-        codes, scales = cls.empty(rows, width)
         wrong = whole = 0.0
-        for first in range(0, rows, _ROWS_AT_ONCE):
-            code, scale, weight = made(slice(first, first + _ROWS_AT_ONCE))
-            whole += float(weight.square().sum(-1).double().sum())
-            off = weight - code * scale.float().unsqueeze(-1)
-            wrong += float(off.square_().sum(-1).double().sum())
-            own = slice(first // PANEL, (first + len(code)) // PANEL)
-            codes[own] = cls.stored(code).unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1, 4)
-            scales[own] = scale.unflatten(0, (-1, PANEL)).transpose(1, 2)
+
+        def fill(first: int, codes: Tensor, scales: Tensor) -> None:
+            nonlocal wrong, whole
+            for at in range(0, len(codes), _PANELS_AT_ONCE):
+                own = slice(at, min(at + _PANELS_AT_ONCE, len(codes)))
+                code, scale, weight = made(slice((first + at) * PANEL, (first + own.stop) * PANEL))
+                whole += float(weight.square().sum(-1).double().sum())
+                off = weight - code * scale.float().unsqueeze(-1)
+                wrong += float(off.square_().sum(-1).double().sum())
+                codes[own] = cls.stored(code).unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1, 4)
+                scales[own] = scale.unflatten(0, (-1, PANEL)).transpose(1, 2)
+
+        codes, scales = cls.filled(rows, width, fill)
         return cls(codes, scales, (rows, width), (wrong / whole) ** 0.5 if whole else 0.0)
 
     @classmethod
-    def empty(cls, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return room for the codes and steps of a matrix ``[rows, width]``."""
+    def filled(cls, rows: int, width: int, fill: Fill) -> Sequence[Tensor]:
+        """Return codes and steps of a matrix ``[rows, width]`` as :func:`filled` does."""
         codes, scales = cls._held_shapes(rows, width)
-        return room(*codes, dtype=cls._stored_as), room(*scales, dtype=torch.bfloat16)
+        return filled(fill, (codes, cls._stored_as), (scales, torch.bfloat16))
 
     @classmethod
     def _held_shapes(cls, rows: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.panel_files import MappedFile, PanelStore
-from mmkv.engine.model.panels import room
+from mmkv.engine.model.panels import Rows
 from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm, equal, multiply
 from mmkv.engine.model.rounded import BLOCK
 from mmkv.engine.model.spec import DecoderSpec, DeltaSpec, Routing, sparse_layers
@@ -232,11 +232,7 @@ class StoredTensors:
             return holding.hold(wide.flatten(1), part)
         mapped = (self._mapped_at(name).tensor(*self._place(name)) for name in names)
         parts = [tensor.flatten(1) for tensor in mapped]
-        weight = parts[0]
-        if len(parts) > 1:
-            rows = sum(len(part) for part in parts)
-            weight = torch.cat(parts, out=room(rows, weight.shape[1], dtype=torch.bfloat16))
-        held = holding.hold(weight, part)
+        held = holding.hold(parts[0] if len(parts) == 1 else Rows(parts), part)
         for name, tensor in zip(names, parts, strict=True):
             self._mapped_at(name).forget(self._place(name)[0], tensor.nbytes)
         return held

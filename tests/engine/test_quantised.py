@@ -410,7 +410,7 @@ def test_no_more_memory_than_the_form_and_one_layer(
 ) -> None:
     # What is made together is small beside such a layer, too.
     monkeypatch.setattr(quantised, "_AT_ONCE", 2**12)
-    monkeypatch.setattr(rounded, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(rounded, "_PANELS_AT_ONCE", 1)
     folder, layers = folder_of("gptq", tmp_path / "model"), 8
     tensors = load_file(folder / "gptq.safetensors") | load_file(folder / "plain.safetensors")
     for index in range(1, layers):

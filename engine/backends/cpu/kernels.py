@@ -29,7 +29,7 @@ from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model import delta as torch_delta
 from mmkv.engine.model import product as reference
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
-from mmkv.engine.model.panels import PANEL, Bf16Matrix
+from mmkv.engine.model.panels import PANEL, Bf16Matrix, Rows
 from mmkv.engine.model.product import (
     INTEGERS,
     Kernels,
@@ -39,6 +39,7 @@ from mmkv.engine.model.product import (
     attend_rounded,
     narrowed,
 )
+from mmkv.engine.model.rounded import PANEL as ROUNDED_PANEL
 from mmkv.engine.model.rounded import IntegerMatrix
 from mmkv.engine.policies.base import WindowReduction
 
@@ -53,7 +54,7 @@ _ROWS_BACK = 4096
 _MOST_BF16_BYTES = 2**31
 
 
-def rounded(weight: Tensor, bits: int = 8) -> IntegerMatrix:
+def rounded(weight: Tensor | Rows, bits: int = 8) -> IntegerMatrix:
     """Round a matrix to 8 or 4 bits like :meth:`IntegerMatrix.of`, to the same codes, in C.
 
     It runs there for float32 and bfloat16 weights on the CPU.
@@ -61,26 +62,33 @@ def rounded(weight: Tensor, bits: int = 8) -> IntegerMatrix:
     found, half, kind = library(), weight.dtype == torch.bfloat16, INTEGERS[bits]
     if isinstance(found, str) or not (half or weight.dtype == torch.float32):
         return kind.of(weight)
-    weight, (rows, width) = weight.contiguous(), weight.shape
-    codes, scales = kind.empty(rows, width)
-    sums, threads = torch.empty(len(codes), 2, dtype=torch.float64), torch.get_num_threads()
-    places = (each.data_ptr() for each in (codes, scales, sums))
-    threads = min(threads, 1 + weight.numel() // PER_THREAD)
-    found.mmkv_round(weight.data_ptr(), half, rows, width, bits, *places, threads)
+    rows, width = weight.shape
+    sums = torch.empty(-(-rows // ROUNDED_PANEL), 2, dtype=torch.float64)
+    threads = min(torch.get_num_threads(), 1 + rows * width // PER_THREAD)
+
+    def fill(first: int, codes: Tensor, scales: Tensor) -> None:
+        own = weight[first * ROUNDED_PANEL : (first + len(codes)) * ROUNDED_PANEL].contiguous()
+        places = (each.data_ptr() for each in (codes, scales, sums[first:]))
+        found.mmkv_round(own.data_ptr(), half, *own.shape, bits, *places, threads)
+
+    codes, scales = kind.filled(rows, width, fill)
     wrong, whole = sums.sum(0).tolist()
     return kind(codes, scales, (rows, width), (wrong / whole) ** 0.5 if whole else 0.0)
 
 
-def packed(weight: Tensor) -> Bf16Matrix:
+def packed(weight: Tensor | Rows) -> Bf16Matrix:
     """Lay out a bfloat16 matrix like :meth:`Bf16Matrix.of`, in C where there is a library."""
     found = library()
     if isinstance(found, str):
         return Bf16Matrix.of(weight)
-    weight, (rows, width) = weight.contiguous(), weight.shape
-    panels = Bf16Matrix.empty(rows, width)
-    threads = min(torch.get_num_threads(), 1 + weight.numel() // PER_THREAD)
-    found.mmkv_pack(weight.data_ptr(), rows, width, panels.data_ptr(), threads)
-    return Bf16Matrix(panels, (rows, width))
+    rows, width = weight.shape
+    threads = min(torch.get_num_threads(), 1 + rows * width // PER_THREAD)
+
+    def fill(first: int, panels: Tensor) -> None:
+        own = weight[first * PANEL : (first + len(panels)) * PANEL].contiguous()
+        found.mmkv_pack(own.data_ptr(), *own.shape, panels.data_ptr(), threads)
+
+    return Bf16Matrix.filled(rows, width, fill)
 
 
 class Bf16Copies:

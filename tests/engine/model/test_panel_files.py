@@ -24,12 +24,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmkv.engine import system
+from mmkv.engine.backends import kernels_for
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model import kept_files, panel_files, panels, stored
+from mmkv.engine.model import kept_files, panel_files, stored
 from mmkv.engine.model.families import loading
 from mmkv.engine.model.kept_files import clear, kept
 from mmkv.engine.model.panel_files import PanelStore, with_panels
-from mmkv.engine.model.panels import Bf16Matrix, Panels
+from mmkv.engine.model.panels import Bf16Matrix, Panels, Rows
+from mmkv.engine.model.product import Kernels, WeightForm, multiply
 from mmkv.engine.model.rounded import Int4Matrix, Int8Matrix
 from mmkv.engine.runtime import Runtime
 from tests.support.factories import make_model
@@ -125,7 +127,6 @@ def test_both_names_of_exact_weights_share_a_file(model: Path, packing: list[str
 
 def test_it_is_a_safetensors_file(model: Path) -> None:
     weights = load(model, "int8").decoder.weights
-    assert panels._workspace.memory is None  # in which it was packed
     (file,) = kept()
     assert (file.model, file.form) == (str(model), "int8")
     assert file.bytes == file.path.stat().st_size and not list(file.path.parent.glob("*.part"))
@@ -418,6 +419,26 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(panel_files, "FileIO", Full)
 
 
+def test_ctrl_c_between_two_writes_leaves_nothing(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(io.FileIO):
+        def write(self, content: Any) -> int:
+            if self.tell() > 2**20 + 20_000:
+                raise KeyboardInterrupt
+            return super().write(content)
+
+    expected = anew(model, "int8")
+    with monkeypatch.context() as patch:
+        patch.setattr(panel_files, "FileIO", Stopped)
+        with pytest.raises(KeyboardInterrupt):
+            load(model, "int8")
+    assert list(cache.iterdir()) == []
+    assert torch.equal(anew(model, "int8"), expected)  # nothing is filled from a file any more
+    assert torch.equal(answers(load(model, "int8")), expected)
+    assert len(kept()) == 1
+
+
 @pytest.mark.parametrize("after", [0, 20_000])
 def test_a_full_disk_is_a_note(
     after: int, model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -533,6 +554,40 @@ def pack(value: int, calls: list[int]) -> Callable[[PanelStore], Panels]:
 def files(tmp_path: Path) -> list[Path]:
     save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
     return [tmp_path / "a.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("native", [True, False])
+def test_panels_are_written_some_at_a_time(
+    name: str, native: bool, files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same file content as in one piece, where parts end amid a panel, and writes early."""
+
+    class Short(io.FileIO):
+        def write(self, content: Any) -> int:
+            sizes.append(len(content))
+            return super().write(content[:5_000])
+
+    sizes: list[int] = []
+    monkeypatch.setattr(panel_files, "FileIO", Short)
+    monkeypatch.setattr(panel_files, "_IN_CACHE", 0)
+    kernels = kernels_for(name) if native else Kernels(multiply, packed=Bf16Matrix.of)
+    form = WeightForm(name, kernels)
+    parts = [torch.randn(rows, 70).bfloat16() for rows in (700, 520, 7, 1)]
+    whole = torch.cat(parts)
+    kind: Any = {"auto": Bf16Matrix, "int8": Int8Matrix, "int4": Int4Matrix}[name]
+    wanted = kind.of(whole)
+
+    def read(store: PanelStore) -> Panels:
+        return store.matrix("one", lambda: form.hold(Rows(parts), "layers.0"))
+
+    made, note = with_panels(read, files, "m", name, whole.numel(), 2 * whole.numel())
+    assert made is not None and "are kept in" in str(note) and len(sizes) > 3
+    assert made.shape == wanted.shape == (1228, 70)
+    for mine, theirs in zip(made.held(), wanted.held(), strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    if name != "auto":
+        assert made.error == pytest.approx(wanted.error, rel=1e-6) and made.error > 0  # type: ignore[attr-defined]
 
 
 def test_of_two_at_once_one_packs_and_the_other_waits(files: list[Path]) -> None:
