@@ -273,15 +273,17 @@ INLINE void block_at(const void *weights, int64_t half, int64_t from, int64_t co
             x[i] = i >= count ? 0 : half ? from_bf16(short_form[i]) : wide[i];
 }
 
-/* Round `count` blocks of a row, of which `left` numbers are there, and add the squares of what changes
- * and of the weights to `sums`. */
-INLINE void round_run(const void *weights, int64_t half, int64_t from, int64_t left, int64_t count, int64_t bits,
-                      int8_t *codes, uint16_t *scales, double *sums)
+/* Round `count` blocks of a row from number `from` on, of which `left` numbers are there, and add the
+ * squares of what changes and of the weights to `sums`. */
+INLINE void round_run(const void *weights, int64_t half, int64_t from, int64_t in, int64_t left, int64_t count,
+                      int64_t bits, int8_t *codes, uint16_t *scales, double *sums)
 {
     float x[RUN][CODE_BLOCK], wrong = 0;
     lanes squared = {0};
-    for (int64_t b = 0; b < count; b++, left -= CODE_BLOCK) {
-        block_at(weights, half, from + b * CODE_BLOCK, left < CODE_BLOCK ? left : CODE_BLOCK, x[b]);
+    for (int64_t b = 0; b < count; b++, from += CODE_BLOCK, left -= CODE_BLOCK) {
+        /* of the next row: a run is too short for the CPU to see it coming */
+        __builtin_prefetch((const char *)weights + (from + in) * (half ? 2 : 4));
+        block_at(weights, half, from, left < CODE_BLOCK ? left : CODE_BLOCK, x[b]);
         for (int i = 0; i < CODE_BLOCK; i += LANES)
             squared += load(x[b] + i) * load(x[b] + i);
     }
@@ -306,7 +308,7 @@ EXPORT void mmkv_round(const void *weights, int64_t half, int64_t out, int64_t i
         for (int64_t run = 0; run < blocks; run += RUN)
             for (int64_t lane = 0; lane < INT8_PANEL; lane++) {
                 int64_t row = panel * INT8_PANEL + lane, at = panel * blocks + run, first = run * CODE_BLOCK;
-                round_run(weights, half, row * in + first, row < out ? in - first : 0,
+                round_run(weights, half, row * in + first, in, row < out ? in - first : 0,
                           blocks - run < RUN ? blocks - run : RUN, bits, codes + at * block_bytes(bits) + 4 * lane,
                           scales + at * INT8_PANEL + lane, sums + 2 * panel);
             }
