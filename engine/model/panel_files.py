@@ -287,8 +287,7 @@ class _Kept(PanelStore):
 class _Draft(PanelStore):
     """Writes the matrices that are made one after the other to a file, and gives those there.
 
-    Only some panels are in memory of their own at a time: what is still in the cache is written in
-    half the time.
+    Only some panels are in memory of their own at a time: they are written from the cache.
     """
 
     def __init__(
@@ -361,7 +360,7 @@ class _Draft(PanelStore):
         each = [math.prod(shape[1:]) * dtype.itemsize for shape, dtype in rooms]
         start = self._reserve(0, mmap.ALLOCATIONGRANULARITY)
         places = [self._reserve(count * size) for size in each]
-        # Panels are rounded a few at a time by torch, too.
+        # As torch rounds them, which sums errors over so many panels.
         some = max(16, _IN_CACHE * torch.get_num_threads() // each[0] // 16 * 16)
         memory = [torch.empty(min(some, count), *shape[1:], dtype=dtype) for shape, dtype in rooms]
         for first in range(0, count, some):

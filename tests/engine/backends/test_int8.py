@@ -246,7 +246,7 @@ def test_the_error_that_is_reported_is_that_of_the_weights(bits: int) -> None:
 
 @needs_native
 @pytest.mark.parametrize("level", levels())
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (18, 1100)], ids=str)  # of several runs of blocks
 def test_c_rounds_to_the_same_codes(
     shape: tuple[int, int], level: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
