@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from mmkv.engine.model.spec import DecoderSpec
     from mmkv.engine.runtime import Runtime
 
+# Tests make few cycles, and each load of a model collects them: the collector's own rounds, as
+# often as Python has them, are a twentieth of the tests' time.
+gc.set_threshold(20_000, 10, 20)
+
 # A shell starts background jobs with Ctrl-C ignored, which children inherit; tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
