@@ -65,7 +65,10 @@ def all_imports(path: Path) -> list[tuple[str, bool]]:
             # ``from mmkv.engine import hub`` imports a module, too.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, (ast.stmt, ast.Module, ast.ExceptHandler, ast.match_case)):
-            inside = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            inside = isinstance(node, ast.If) and any(
+                isinstance(part, ast.Name) and part.id == "TYPE_CHECKING"
+                for part in ast.walk(node.test)
+            )
             body = node.body if inside else ()  # type: ignore[attr-defined]
             for part in ast.iter_child_nodes(node):
                 nodes.append((part, typed or part in body))

@@ -59,8 +59,14 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
         ("chat", "./missing", "-p", "hi"),
         ("models",),
         ("pull", "owner/name"),
+        ("mmdu", "--help"),
+        ("bench", "--help"),
+        ("eval", "--help"),
+        ("chat", "--budget", "1", "--budget-bytes", "5"),
+        ("bench", "--evict-every", "0"),
+        ("chat", "--lookahead", "0.5"),
     )
-    assert found == [f"{code} []" for code in (0, 0, 0, 2, 2, 1, 1, 0, 1)]
+    assert found == [f"{code} []" for code in (0, 0, 0, 2, 2, 1, 1, 0, 1, 0, 0, 0, 2, 1, 1)]
 
 
 @needs_light_settings

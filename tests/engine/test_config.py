@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,27 +164,6 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
     assert LmmsSettings.of({"pretrained": "here"}).engine == EngineConfig(
         model="here", endless=False
     )
-
-
-def test_help_and_usage_errors_do_without_torch() -> None:
-    """One process for all: torch would stay in it."""
-    asked = [
-        (["chat", "--help"], 0),
-        (["mmdu", "--help"], 0),
-        (["bench", "--help"], 0),
-        (["eval", "--help"], 0),
-        (["chat", "--budget", "1", "--budget-bytes", "5"], 2),
-        (["bench", "--evict-every", "0"], 1),
-        (["chat", "--lookahead", "0.5"], 1),
-    ]
-    program = (
-        "import sys; from mmkv.cli.app import run\n"
-        f"for arguments in {[arguments for arguments, _ in asked]!r}:\n"
-        "    code = run(arguments); print('seen:', arguments, 'torch' in sys.modules, code)"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    seen = [line for line in ran.stdout.splitlines() if line.startswith("seen: ")]
-    assert seen == [f"seen: {arguments} False {code}" for arguments, code in asked], ran.stderr
 
 
 def test_the_keywords_of_from_pretrained_are_the_fields() -> None:

@@ -33,6 +33,7 @@ from mmkv.session import Session
 from tests.mmkv.test_one_road import CASES
 from tests.support.chat_models import picture
 from tests.support.servers import MODEL, Server, asked, serving
+from tests.support.tiers import one_in
 from tests.support.tool_templates import save_seeing_tool_model
 
 QUESTION = "Which of the shapes that you have seen stands where, and what is its colour?"
@@ -118,6 +119,7 @@ def test_a_session_says_the_same(engines: tuple[Engine, Engine], name: str) -> N
         assert session.last is not None and session.last.finish_reason == "stop"
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ASKED)
 def test_a_batch_says_the_same(engines: tuple[Engine, Engine], name: str) -> None:
     settings, more = ASKED[name]
@@ -318,6 +320,7 @@ def over_http(server: Server, stream: bool, **fields: Any) -> tuple[Any, dict[st
     return said, next(chunk["usage"] for chunk in chunks if chunk.get("usage"))
 
 
+@one_in(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", ASKED)
 def test_a_server_says_the_same(servers: tuple[Server, Server], name: str, stream: bool) -> None:
