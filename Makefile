@@ -21,7 +21,7 @@ endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vendor demo demo-endless serve-demo test test-compile test-fast test-triton test-drawn fuzz test-pages test-browser mutants test-newest test-oldest test-vllm wheel-test rehearse lint docs format clean
+.PHONY: vendor demo demo-endless serve-demo test test-compile demo-compile test-fast test-triton test-drawn fuzz test-pages test-browser mutants test-newest test-oldest test-vllm wheel-test rehearse lint docs format clean
 
 # One question about a picture, put to three caches.
 demo: $(DEMO_READY)
@@ -46,6 +46,10 @@ test: $(READY)
 # What every worker would compile for itself where .venv is new, once: a minute of a core. Errors are for the tests to say.
 test-compile: $(READY)
 	-@$(BIN)/python -m pytest --collect-only -m "not drawn" > /dev/null
+
+# A third of it, beside the installation of what only the tests need.
+demo-compile: $(DEMO_READY)
+	-@$(BIN)/python -c 'import mmkv.server.run, transformers; transformers.PreTrainedModel'
 
 # The inner loop: also without the tests marked slow, whose marks give the reasons.
 test-fast: $(READY)
