@@ -461,9 +461,11 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # sizes and dtypes, half of all calls
             return func(*args)
-        kwargs = dict(kwargs or {})
+        kwargs = dict(kwargs) if kwargs else {}
         first = args[0] if args else None
         ours = isinstance(first, OnGPU)
+        if not ours and "device" not in kwargs and name not in _OF_ANY:  # most of the others
+            return func(*args, **kwargs)
         if name in ("to", "cpu", "cuda") and isinstance(first, Tensor):
             moved = self._moved(name, first, list(args[1:]), kwargs)
             if moved is not None:
@@ -529,6 +531,7 @@ class _Functions(TorchFunctionMode):
         return OnGPU(made).requires_grad_(x.requires_grad)
 
 
+_OF_ANY = {"to", "cpu", "cuda", "is_pinned", "pin_memory"}  # looked at wherever a tensor is
 _READERS = {
     "tolist",
     "__int__",
