@@ -28,7 +28,7 @@ from tests.support.factories import checkpoint
 from tests.support.native import MODELS, engine_for, needs_native, prompt
 from tests.support.policies import EVICTING, EVICTING_KINDS
 from tests.support.sessions import load, text_ids, turn
-from tests.support.tiers import one_in
+from tests.support.tiers import long_but, one_in
 
 STATELESS = [model for model in MODELS if not model.startswith("qwen3_5")]
 
@@ -115,7 +115,7 @@ def test_logits_are_those_of_the_full_cache(model: str) -> None:
     lossless.cache.check()
 
 
-@one_in(2)
+@one_in(3)
 @needs_native
 @pytest.mark.parametrize("policy", EVICTING)
 def test_every_policy_that_evicts_may_draft(policy: str) -> None:
@@ -156,7 +156,11 @@ def test_on_torch_they_are_close(policy: str) -> None:
 @pytest.mark.parametrize(
     ("model", "kv", "page_size"),
     [
-        *itertools.product(("qwen3_vl", "odd", "gemma3_text"), ("auto", "k8v4"), (1, 8)),
+        *long_but(
+            [("qwen3_vl", "auto", 8), ("odd", "k8v4", 8), ("gemma3_text", "auto", 1)],
+            itertools.product(("qwen3_vl", "odd", "gemma3_text"), ("auto", "k8v4"), (1, 8)),
+            "the other pairs",
+        ),
         ("qwen2_sliding", "auto", 32),
         ("phi3_long", "int8", 16),
     ],

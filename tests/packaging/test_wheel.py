@@ -95,7 +95,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
-    run(*pip, "--quiet", "--no-deps", "--no-index", str(wheel), cwd=folder)
+    run(*pip, "--quiet", "--no-compile", "--no-deps", "--no-index", str(wheel), cwd=folder)
     (site,) = folder.glob("lib/*/site-packages")
     # A path in a .pth file: the .pth files at that path, an editable mmkv's too, are not read.
     paths = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
