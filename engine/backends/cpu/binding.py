@@ -19,7 +19,7 @@ MAX_TRUNK = 2
 JOINS = ("mean", "max", "sum")  # JOIN_MEAN, JOIN_MAX, JOIN_SUM
 LEVELS = ("v4", "v3", "sve", "baseline")  # best first; v3 and v4: of x86-64
 # Best first; "portable" runs everywhere.
-INT8_FORMS = ("avx512vnni", "avxvnni", "avx2", "neon", "portable")
+INT8_FORMS = ("amx", "avx512vnni", "avxvnni", "avx2", "neon", "portable")
 BF16_FORMS = ("avx512bf16", "widened")
 
 

@@ -11,9 +11,10 @@
 
 static const struct int8_form *chosen;
 
-static int64_t tiles_of(int64_t count)
+static int64_t tiles_of(int64_t count, int64_t bits, int64_t blocks)
 {
-    return (count + chosen->vectors - 1) / chosen->vectors;
+    int64_t each = vectors_of(chosen, bits, blocks);
+    return (count + each - 1) / each;
 }
 
 /* The nearest whole number, even where two are as near. */
@@ -81,13 +82,15 @@ static void code_block(const float *restrict x, int8_t *restrict codes, int64_t 
 
 /* Round one of `parts` parts of `count` vectors of `width` numbers; the last block is filled with
  * zeros. */
-void code_part(struct vectors x, int64_t width, int64_t count, int64_t part, int64_t parts,
-               struct codes to)
+void code_part(struct vectors x, int64_t bits, int64_t width, int64_t count, int64_t part,
+               int64_t parts, struct codes to)
 {
-    int64_t tiles = tiles_of(count);
+    int64_t tiles = tiles_of(count, bits, to.blocks);
     for (int64_t index = tiles * part / parts; index < tiles * (part + 1) / parts; index++) {
         struct tile tile = tile_of(count, tiles, index);
         struct codes mine = codes_of(to, tile);
+        int beside = tile.count > chosen->vectors;
+        int64_t next = beside ? CODE_BLOCK : 4, group = beside ? 4 : 4 * tile.count; /* bytes further on */
         for (int64_t v = 0; v < tile.count; v++)
             for (int64_t block = 0; block < to.blocks; block++) {
                 const float *from = x.at + (tile.first + v) * x.stride + block * CODE_BLOCK;
@@ -95,7 +98,7 @@ void code_part(struct vectors x, int64_t width, int64_t count, int64_t part, int
                 float rest[CODE_BLOCK] = {0};
                 if (left < CODE_BLOCK)
                     from = memcpy(rest, from, sizeof *rest * (size_t)left);
-                code_block(from, mine.at + at * CODE_BLOCK + 4 * v, 4 * tile.count,
+                code_block(from, mine.at + at * CODE_BLOCK + next * v, group,
                            mine.scale + at + v, mine.shift + at + v);
             }
     }
@@ -127,7 +130,7 @@ EXPORT const char *mmkv_int8_form(const char *name)
 void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64_t count,
                int64_t from, int64_t to, int add)
 {
-    int64_t tiles = tiles_of(count);
+    int64_t tiles = tiles_of(count, map->bits, x.blocks);
     for (int64_t index = 0; index < tiles; index++) {
         struct tile tile = tile_of(count, tiles, index);
         struct codes in = codes_of(x, tile);

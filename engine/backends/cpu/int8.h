@@ -9,7 +9,7 @@
 #include "vectors.h"
 
 #define GROUPS 8       /* of a block: four columns of each row of a panel lie together */
-#define MOST_VECTORS 8 /* in a tile, of any form */
+#define MOST_VECTORS 16 /* in a tile, of any form */
 
 /* Bytes of the codes of a panel's block. */
 INLINE int64_t block_bytes(int64_t bits)
@@ -28,7 +28,17 @@ struct int8_form {
     int (*runs)(void);
     panel_product *product;
     int64_t vectors; /* in a tile */
+    int64_t wide;    /* in a tile of codes of 8 bits in long rows, where that is more, or 0 */
 };
+
+#define LONG_ROW 32 /* blocks: of shorter ones a wide tile gains nothing */
+
+/* The vectors of a tile of rows of so many blocks. In one of more than `form->vectors` each vector has its
+ * codes of a block side by side, else four of each vector in turn. */
+INLINE int64_t vectors_of(const struct int8_form *form, int64_t bits, int64_t blocks)
+{
+    return form->wide && bits == 8 && blocks >= LONG_ROW ? form->wide : form->vectors;
+}
 
 /* The form of that name, or for "" the best that the CPU can run; NULL where there is none. */
 const struct int8_form *int8_form_of(const char *name);

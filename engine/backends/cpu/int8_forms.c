@@ -10,6 +10,10 @@
 
 #if defined(__AVX2__)
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -207,6 +211,12 @@ INLINE TARGET_512 __m512i part_512(__m512i bytes, int part, int bits)
     return _mm512_and_si512(part ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
 }
 
+INLINE TARGET_512 __m512 scales_512(const uint16_t *from)
+{
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
 INLINE TARGET_512 void tile_avx512vnni(const int8_t *codes, const uint16_t *scales, int bits,
                                        struct codes x, int count, float *made)
 {
@@ -228,8 +238,7 @@ INLINE TARGET_512 void tile_avx512vnni(const int8_t *codes, const uint16_t *scal
                 }
             }
         }
-        __m256i half = _mm256_loadu_si256((const void *)(scales + block * INT8_PANEL));
-        __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+        __m512 scale = scales_512(scales + block * INT8_PANEL);
         for (int v = 0; v < count; v++) {
             __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[block * count + v]));
             sum[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[v]), both, sum[v]);
@@ -258,6 +267,95 @@ static int runs_avx512vnni(void)
 {
     return __builtin_cpu_supports("avx512vnni");
 }
+
+/* AMX multiplies a block of a panel by 16 vectors in one instruction; what is left is to scale the sums,
+ * as without it. */
+#if defined(HAS_AVX_VNNI) && defined(__linux__)
+#define HAS_AMX
+#define TARGET_AMX TARGET("avx512f,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8")
+#define TILE_AMX 16
+#define LATE 3 /* blocks by which sums are read later: what AMX stores is long on its way */
+
+/* What its registers hold: 0 sums, 1 codes of vectors, 2 weights. Every other block has 3, 4 and 5. */
+struct amx_setting {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16]; /* of a row */
+    uint8_t rows[16];
+};
+
+#define BLOCK_AMX(sums, vectors, weights)                                                          \
+    {                                                                                              \
+        _tile_loadd(vectors, input, CODE_BLOCK);                                                   \
+        _tile_loadd(weights, weight, 4 * INT8_PANEL);                                              \
+        _tile_zero(sums);                                                                          \
+        _tile_dpbssd(sums, vectors, weights);                                                      \
+        _tile_stored(sums, dots[block % (LATE + 1)], 4 * INT8_PANEL);                              \
+    }
+
+INLINE TARGET_AMX void tile_amx(const int8_t *codes, const uint16_t *scales, struct codes x, int count,
+                                float *made)
+{
+    int32_t dots[LATE + 1][TILE_AMX * INT8_PANEL] __attribute__((aligned(64)));
+    __m512 sum[TILE_AMX];
+    for (int v = 0; v < count; v++)
+        sum[v] = _mm512_setzero_ps();
+    for (int64_t block = 0; block < x.blocks + LATE; block++) {
+        const int8_t *weight = codes + block * block_bytes(8), *input = x.at + block * CODE_BLOCK * count;
+        if (block < x.blocks && block % 2)
+            BLOCK_AMX(3, 4, 5)
+        else if (block < x.blocks)
+            BLOCK_AMX(0, 1, 2)
+        int64_t ready = block - LATE;
+        if (ready < 0)
+            continue;
+        const int32_t *dot = dots[ready % (LATE + 1)];
+        __m512 scale = scales_512(scales + ready * INT8_PANEL);
+        for (int v = 0; v < count; v++) {
+            __m512i whole = _mm512_load_si512((const void *)(dot + v * INT8_PANEL));
+            __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[ready * count + v]));
+            sum[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), both, sum[v]);
+        }
+    }
+    for (int v = 0; v < count; v++)
+        _mm512_storeu_ps(made + v * INT8_PANEL, sum[v]);
+}
+
+#define CASE_AMX(n)                                                                                \
+    case n: tile_amx(codes, scales, x, n, made); break;
+
+static TARGET_AMX void product_amx(const int8_t *codes, const uint16_t *scales, int64_t bits,
+                                   struct codes x, int64_t count, float *made)
+{
+    if (count <= TILE_512) {
+        product_avx512vnni(codes, scales, bits, x, count, made);
+        return;
+    }
+    uint8_t some = (uint8_t)count;
+    struct amx_setting setting = {
+        .palette = 1, .bytes = {64, 32, 64, 64, 32, 64}, .rows = {some, some, GROUPS, some, some, GROUPS}};
+    _tile_loadconfig(&setting);
+    switch (count) {
+        CASE_AMX(9)
+        CASE_AMX(10)
+        CASE_AMX(11)
+        CASE_AMX(12)
+        CASE_AMX(13)
+        CASE_AMX(14)
+        CASE_AMX(15)
+        CASE_AMX(16)
+    }
+    _tile_release();
+}
+
+/* The system keeps its registers for processes that have asked for it. */
+static int runs_amx(void)
+{
+    const long ask = 0x1023, registers = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    unsigned a, b, c, d;
+    return runs_avx512vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 24 & d >> 25 & 1 &&
+           !syscall(SYS_arch_prctl, ask, registers);
+}
+#endif
 #endif
 
 #elif defined(__aarch64__)
@@ -348,18 +446,21 @@ static int runs_neon(void)
 #endif
 
 static const struct int8_form FORMS[] = { /* best first */
+#ifdef HAS_AMX
+    {"amx", runs_amx, product_amx, TILE_512, TILE_AMX},
+#endif
 #ifdef __AVX512BW__
-    {"avx512vnni", runs_avx512vnni, product_avx512vnni, TILE_512},
+    {"avx512vnni", runs_avx512vnni, product_avx512vnni, TILE_512, 0},
 #endif
 #ifdef HAS_AVX_VNNI
-    {"avxvnni", runs_avxvnni, product_avxvnni, TILE_256},
+    {"avxvnni", runs_avxvnni, product_avxvnni, TILE_256, 0},
 #endif
 #ifdef __AVX2__
-    {"avx2", always, product_avx2, TILE_256},
+    {"avx2", always, product_avx2, TILE_256, 0},
 #elif defined(__aarch64__)
-    {"neon", runs_neon, product_neon, TILE_NEON},
+    {"neon", runs_neon, product_neon, TILE_NEON, 0},
 #endif
-    {"portable", always, portable, MOST_VECTORS},
+    {"portable", always, portable, MOST_VECTORS, 0},
 };
 
 const struct int8_form *int8_form_of(const char *name)

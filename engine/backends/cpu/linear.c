@@ -185,7 +185,7 @@ int64_t carve_states(const struct linear *map, int64_t count, float *base, struc
 void states_part(const struct linear *map, struct vectors x, int64_t count, int64_t part, int64_t parts)
 {
     if (map->codes)
-        code_part(x, map->in, count, part, parts, x.codes);
+        code_part(x, map->bits, map->in, count, part, parts, x.codes);
     else if (map->rounds)
         round_part(x, map->in, count, part, parts);
 }

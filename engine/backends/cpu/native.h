@@ -280,8 +280,8 @@ int64_t carve_rounded(int64_t width, int64_t count, float *base, struct vectors 
 void round_part(struct vectors x, int64_t width, int64_t count, int64_t part, int64_t parts);
 
 /* int8.c */
-void code_part(struct vectors x, int64_t width, int64_t count, int64_t part, int64_t parts,
-               struct codes to);
+void code_part(struct vectors x, int64_t bits, int64_t width, int64_t count, int64_t part,
+               int64_t parts, struct codes to);
 int64_t carve_codes(int64_t width, int64_t count, float *base, struct codes *to);
 void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64_t count,
                int64_t from, int64_t to, int add);
