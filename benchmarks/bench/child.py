@@ -20,9 +20,10 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from mmkv.engine.errors import MmkvError
@@ -124,14 +125,20 @@ class Child:
 
     Args:
         command: what to run; patience: seconds to wait for an answer; log: a file for what it
-            prints; path: folders to import from, before those of the environment.
+            prints; path: folders to import from, before those of the environment; env: variables
+            beside this process's own.
 
     Raises:
         BenchError: it could not start, with the reason in one line.
     """
 
     def __init__(
-        self, command: Sequence[str], patience: float, log: Path, path: Path | None = None
+        self,
+        command: Sequence[str],
+        patience: float,
+        log: Path,
+        path: Path | None = None,
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         from mmkv.training.measure.record import ROOT
 
@@ -147,7 +154,7 @@ class Child:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     text=True,
-                    env=os.environ | {"PYTHONPATH": imports},
+                    env=os.environ | {"PYTHONPATH": imports} | dict(env),
                 )
             except OSError as error:
                 raise BenchError(f"cannot start {command[0]}: {error.strerror}") from error

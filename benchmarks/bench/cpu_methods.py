@@ -78,7 +78,7 @@ class CachedModel(Method):
     def __init__(self, job: CpuPeerJob) -> None:
         self.job = job
         self.held: list[list[int]] = []
-        self.loading: dict[str, float] = {}
+        self.loading: dict[str, dict[str, float]] = {}
 
     def hold(self, prompts: Prompts) -> None:
         """Have ``prompts`` in the cache; one that continues what is held reads the rest alone."""
@@ -145,13 +145,14 @@ class CachedModel(Method):
         """Do what an order asks for.
 
         ``{"hold": prompts}`` and then ``{"decode": steps}``; ``{"read": prompt}``; ``{"see": seed,
-        "side": pixels, "frames": n}``, 0 frames for a picture; ``{"loaded": true}``, how long
-        loading took. With ``"repeats"``, the same so often, of which the median is given; once if
-        it takes longer than :data:`LONG`, else once more beforehand. With ``"cold"`` the CPU time
-        is that of the process since its start.
+        "side": pixels, "frames": n}``, 0 frames for a picture; ``{"loaded": "all"}``, how long
+        loading took, or ``"text"``, what a prompt without pictures waits for. With ``"repeats"``,
+        the same so often, of which the median is given; once if it takes longer than :data:`LONG`,
+        else once more beforehand. With ``"cold"`` the CPU time is that of the process since its
+        start.
         """
         if "loaded" in order:
-            return dict(self.loading)
+            return dict(self.loading.get(order["loaded"]) or self.loading["all"])
         if "hold" in order:
             self.use(self.job.preparing)
             self.hold(order["hold"])
@@ -595,7 +596,9 @@ class Mmkv(TorchModel):
             given["weights"] = job.weights
         elif job.weights != "bf16":
             raise RuntimeError(f"not available: this version of mmkv has no {job.weights} weights")
-        self.engine = Runtime.from_pretrained(job.model, device="cpu", **given)
+        self.loading["text"], self.engine = timed(
+            lambda: Runtime.from_pretrained(job.model, device="cpu", **given)
+        )
         if has_vision(job.model):
             _ = self.engine.family.hf  # read with the first picture else; others' loads have it
         self.sessions: list[Any] = []
@@ -684,7 +687,7 @@ def main(arguments: list[str]) -> int:
         for name in kind.imported:
             importlib.import_module(name)
         took, made = timed(lambda: kind(job))
-        made.loading = took
+        made.loading["all"] = took
         return made
 
     return serve(load)

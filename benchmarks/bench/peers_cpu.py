@@ -64,7 +64,9 @@ BITS |= {"int4": 4.5, "q4_0": 4.5}
 # How often a process may hold its weights while it loads them, as OpenVINO does in fp16.
 LOADING = 2.0
 SHAPES = ("qwen3-vl-2b", "qwen3-vl-tiny", "smollm2")
-COLD, LOAD = "cold start", "load"
+# What a prompt without pictures waits for: where nothing has been kept of the checkpoint yet, and
+# with the user's cache. A load is of all.
+FIRST, LATER, COLD, LOAD = "first start", "later start", "cold start", "load"
 # Edges of the pictures, and frames of the video of the smaller ones.
 SIDES_OF_PICTURES, FRAMES = (448, 1024), 16
 
@@ -491,14 +493,16 @@ class Bench:
         ]
         child: Child | None = None
         started = time.perf_counter()
+        empty = tempfile.TemporaryDirectory()
         try:
             for row in wanted:
                 if child is None:
                     command, path = self.commands[name]
                     log = self.logs / f"{name.replace(' ', '-').replace(',', '')}-{round_}.log"
+                    env = {"XDG_CACHE_HOME": empty.name} if row == FIRST else {}
                     try:
                         started = time.perf_counter()
-                        child = Child(command, self.args.patience, log, path)
+                        child = Child(command, self.args.patience, log, path, env)
                     except BenchError as error:
                         self.drop(name, error)
                         return
@@ -520,9 +524,13 @@ class Bench:
                 key = {"method": name, "row": row, "round": round_, "about": about}
                 for kept in self.journal.add([{**key, "answer": answer}]):
                     self.keep(kept)
+                if row == FIRST:
+                    child.close()
+                    child = None
         finally:
             if child is not None:
                 child.close()
+            empty.cleanup()
 
     def lacks(self, name: str, row: str, reason: str) -> None:
         """Go on without one row of a method."""
@@ -536,8 +544,8 @@ class Bench:
         seed = 1_000_000 * round_ + 1000 * self.rows.index(row)
         small = SIDES_OF_PICTURES[0]
         order: dict[str, Any]
-        if row == LOAD:
-            return child.ask({"loaded": True})
+        if row in (FIRST, LATER, LOAD):
+            return child.ask({"loaded": "all" if row == LOAD else "text"})
         if row == COLD:
             order = {"read": self.tokens[:SHORT]}
             if "vision_config" in self.config:
@@ -663,7 +671,9 @@ def rows_of(args: argparse.Namespace, sees: bool) -> list[str]:
     """Return all rows of a model, in the order in which a process does them."""
     seen = [f"picture {side}" for side in SIDES_OF_PICTURES] + [f"video {FRAMES}"]
     return [
+        FIRST,
         COLD,
+        LATER,
         LOAD,
         *(seen if sees else []),
         *(f"prompt {count}" for count in sorted(args.prompts)),

@@ -171,7 +171,16 @@ LLAMA = ["llama.cpp Q8_0"]
 FEW = ["--contexts", "6", "16", "--prompts", "5", "--batches", "2", "--batch-context", "4"]
 FEW += ["--steps", "2", "--batch-steps", "2", "--rounds", "2", "--repeats", "1", "--budget", "8"]
 FEW += ["--preparing-threads", "1"]
-ROWS = ["cold start", "load", "prompt 5", "context 6", "context 16", "batch 2"]
+ROWS = [
+    "first start",
+    "cold start",
+    "later start",
+    "load",
+    "prompt 5",
+    "context 6",
+    "context 16",
+    "batch 2",
+]
 
 
 @pytest.fixture
@@ -268,7 +277,10 @@ def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> N
         ([str(model), "--python", "vllm=/x"], "is not NAME=PATH"),
         ([str(model), "--methods", "mmkv before"], "--before DIR"),
         ([str(model), "--rounds", "0"], "at least 1"),
-        ([str(model), "--rows", "picture 448"], "this model has cold start, load, prompt 64"),
+        (
+            [str(model), "--rows", "picture 448"],
+            "this model has first start, cold start, later start, load, prompt 64",
+        ),
         ([str(model), "--shape", "smollm2"], "either a MODEL or a --shape"),
         ([str(model), "--peers", str(tmp_path)], "peer_environments"),
     ):
