@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -22,11 +22,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.base import Batch, Counts
+from mmkv.engine.backends.base import Batch, Burst, Counts
+from mmkv.engine.backends.cuda.backend import CudaBackend
+from mmkv.engine.backends.cuda.kernels.decode_attention import tokens_at_once
+from mmkv.engine.backends.cuda.kernels.sample import Draw, Draws, guard
 from mmkv.engine.backends.torch.backend import TorchBackend
-from mmkv.engine.budget import Interval
+from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.cache import COLUMNS, Entries, PagePool, RaggedCache
-from mmkv.engine.errors import BudgetError, NotFiniteError, PolicyError
+from mmkv.engine.errors import BROKEN, BudgetError, NotFiniteError, PolicyError
 from mmkv.engine.policies.base import Needs, Policy
 from mmkv.engine.scorer_state import revise_state, score_entries, view_of
 
@@ -43,12 +46,13 @@ _SAMPLES = 5  # of which the least counts: others have waited for something
 # does not pay, and the most.
 _LOOK_AGAIN = 16, 128
 _GAIN = 1.03  # drafts have to be faster by this factor
+_LEAST_COLUMNS = 256  # of tables of what drafts read: what grows is captured anew
 _FIRST = 2  # tokens that are drafted while nothing is known
 _WEIGHT = 32.0  # drafted tokens that an estimate of their rate remembers
 
 # Chooses a drafted token from float32 logits ``[vocab]``; None: no more are wanted. It must leave
-# the session alone whose token it chooses.
-Guess = Callable[[Tensor], int | None]
+# the session alone whose token it chooses. Or says how the next tokens are drawn.
+Guess = Callable[[Tensor], int | None] | Draw
 
 
 @dataclass
@@ -181,8 +185,23 @@ class Drafts:
         form = pool.dtype, pool.device, 0, pool.state_size, pool.form
         self._none = PagePool(1, pool.head_dim, 0, *form)
         self._rows = RaggedCache(self._none, cache.layers, cache.kv_heads)
-        plain = replace(model, needs=Needs(), has_on_append=False, has_on_step=False)
-        self._torch = TorchBackend(plain, self._rows)
+        self._stack = self._none._stack  # of the places for drafted tokens
+        plain = replace(
+            model,
+            decoder=copy(model.decoder),
+            needs=Needs(),
+            interval=EVERY_STEP,
+            has_on_append=False,
+            has_on_step=False,
+        )
+        plain.decoder.gates, plain.decoder.taps = None, ()
+        self._torch, self._cuda = TorchBackend(plain, self._rows), CudaBackend(plain, self._rows)
+        self._on_gpu, self._most = model.device.type == "cuda", MOST_DRAFTED
+        # On a busy machine a thread may wait for anything; a GPU is what is waited for.
+        self._clock = time.thread_time
+        if self._on_gpu:
+            self._most = tokens_at_once(engine.spec.group, pool.dtype) - 1
+            self._clock = time.perf_counter
         self._ahead: WeakSet[CachedSequence] = WeakSet()  # all with tokens cached, or once
         self._paces: dict[tuple[int, int], Pace] = {}
         self._rate = HitRate()  # of all sessions: where a new one begins
@@ -279,6 +298,11 @@ class Drafts:
         left = torch.bincount(entries.row[stays], minlength=cache.rows)
         ahead.chosen = Chosen(entries.offset[stays], left, session.seen)
 
+    def reset(self) -> None:
+        """Let go of what drafts have kept for the next ones."""
+        self._cuda.reset()
+        self._rows.table, self._stack = self._rows.table[:0, ..., :0].clone(), self._none._stack
+
     def _allowed(self, session: CachedSequence) -> tuple[int, bool]:
         """Return how many entries drafts may read, and whether those that they do are too many."""
         ahead, rows = session.ahead, self._engine.spec.rows
@@ -326,12 +350,12 @@ class Drafts:
     ) -> list[Tensor]:
         """Append a token to each session and what it drafts behind it; logits of the former."""
         counts, pace = self._counts(sessions)
-        begun = time.thread_time()
+        begun = self._clock()
         if any(counts):  # else nobody reads what would be chosen
             for session in sessions:
                 self.cut(session)
         drafted = self._draft(sessions, token_ids, counts, guesses)
-        checked = time.thread_time()
+        checked = self._clock()
         said = [[token, *more] for token, more in zip(token_ids, drafted, strict=True)]
         try:
             logits = self._check(sessions, said)
@@ -340,7 +364,7 @@ class Drafts:
                 raise
             said = [[token] for token in token_ids]
             logits = self._check(sessions, said)
-        now = time.thread_time()
+        now = self._clock()
         if any(drafted) or not any(counts):
             pace.note(max(map(len, drafted)), checked - begun, now - checked)
         made = []
@@ -371,7 +395,7 @@ class Drafts:
         if not any(rooms):
             return rooms, pace
         count = pace.choose(sum(rates) / len(rates))
-        return [min(count, room) for room in rooms], pace
+        return [min(count, self._most, room) for room in rooms], pace
 
     def _pace(self, sessions: int, bits: int) -> Pace:
         """Return that of so many sessions, whose longest has a length of so many bits.
@@ -413,7 +437,7 @@ class Drafts:
         if not going or self._rows.pool is not self._none:  # a guess asks for a step of others
             return made
         cache, most = self._engine.cache, max(counts)
-        vocabulary = self._engine.model.decoder.weights.embed.shape[0]
+        self._cuda.off = self._engine.backends.cuda.off
         seqs = torch.tensor([sessions[index].seq for index in going], device=cache.length.device)
         try:
             # The places of the tokens that are drafted; the pass writes there what is right.
@@ -421,30 +445,77 @@ class Drafts:
         except BudgetError:
             return made
         try:
-            slot = {index: place for place, index in enumerate(going)}
-            self._show([sessions[index] for index in going], most)
-            token = {index: token_ids[index] for index in going}
-            for step in range(most):
-                asked = [sessions[index] for index in going], [slot[index] for index in going]
-                batch = _batch_of(*asked, [[token[index]] for index in going], step)
-                logits = self._step(batch, slots[batch.seqs, ..., step])
-                for index, row in zip(list(going), logits, strict=True):
-                    guess = self._likeliest if guesses is None else guesses[index]
-                    found = guess(row)
-                    if found is not None and not 0 <= found < vocabulary:
-                        found = None  # C would read beyond the embeddings
-                    if found is not None:
-                        token[index] = found
-                        made[index].append(found)
-                    if found is None or len(made[index]) == counts[index]:
-                        going.remove(index)
-                if not going:
-                    break
+            asked = [sessions[index] for index in going], [token_ids[index] for index in going]
+            entries = self._show(asked[0], slots)
+            own = [None if guesses is None else guesses[index] for index in going]
+            rows = asked[0], range(len(going)), [[token] for token in asked[1]]
+            batch = _batch_of(*rows, entries=entries)
+            if any(map(callable, own)) or self._cuda.unsupported_reason(batch):
+                left = [counts[index] for index in going]
+                found = self._one_by_one(*asked, entries, left, own)
+            else:
+                found = self._burst(batch, own, most)
+            for index, row in zip(going, found, strict=True):
+                made[index] = row[: counts[index]]
+        except (BudgetError, torch.OutOfMemoryError):  # it goes without
+            return [[] for _ in sessions]
         finally:
-            self._rows.pool, self._rows.table = self._none, self._rows.table[:0].clone()
+            self._rows.pool = self._none
+            if not self._on_gpu:  # where no graph reads them
+                self._rows.table = self._rows.table[:0].clone()
             for seq in seqs.tolist():
                 cache.shorten(seq, most)
         return made
+
+    def _burst(self, batch: Batch, guesses: Sequence[Guess | None], most: int) -> list[list[int]]:
+        """Draft ``most`` tokens behind those of a batch, with nothing read in between."""
+        draws = [guess if isinstance(guess, Draw) else Draw(temperature=0) for guess in guesses]
+        batch.share, burst = [0.0] * len(draws), Burst.of(batch)
+        plain = all(draw.plain for draw in draws)
+        self._cuda.decode_many(batch, burst, most, (), None if plain else draws)
+        return [row[: row.index(BROKEN)] if BROKEN in row else row for row in burst.generated]
+
+    def _one_by_one(
+        self,
+        sessions: Sequence[CachedSequence],
+        token_ids: Sequence[int],
+        entries: Sequence[int],
+        counts: Sequence[int],
+        guesses: Sequence[Guess | None],
+    ) -> list[list[int]]:
+        """Draft up to ``counts`` tokens behind ``token_ids``, which the host looks at each time."""
+        vocabulary = self._engine.model.decoder.weights.embed.shape[0]
+        made: list[list[int]] = [[] for _ in sessions]
+        token, going = list(token_ids), list(range(len(sessions)))
+        for step in range(max(counts)):
+            held = [entries[at] + step * self._rows.rows for at in going]
+            asked = [sessions[at] for at in going], going, [[token[at]] for at in going]
+            logits = self._step(_batch_of(*asked, behind=step, entries=held))
+            for at, row in zip(list(going), logits, strict=True):
+                found = self._chosen(guesses[at], row, sessions[at].seen + step + 1, made[at])
+                if found is not None and not 0 <= found < vocabulary:
+                    found = None  # C would read beyond the embeddings
+                if found is not None:
+                    token[at] = found
+                    made[at].append(found)
+                if found is None or len(made[at]) == counts[at]:
+                    going.remove(at)
+            if not going:
+                break
+        return made
+
+    def _chosen(
+        self, guess: Guess | None, logits: Tensor, seen: int, said: Sequence[int]
+    ) -> int | None:
+        """Choose the token that follows ``seen`` tokens, the last of them the drafts ``said``."""
+        if guess is None:
+            return self._likeliest(logits)
+        if not isinstance(guess, Draw):
+            return guess(logits)
+        fit, broken = guard(logits[None], self._engine.never_chosen)
+        drawn = Draws([guess.after(said)], len(logits), logits.device)
+        token = drawn.next(fit, torch.tensor([seen], device=logits.device))
+        return None if bool(broken) else int(token)
 
     def _likeliest(self, logits: Tensor) -> int | None:
         """Return the likeliest token that a reply may hold; None where there is none."""
@@ -452,31 +523,43 @@ class Drafts:
         value, token = logits.max(0)
         return int(token) if bool(value.isfinite()) else None
 
-    def _show(self, sessions: Sequence[CachedSequence], more: int) -> None:
-        """Fill the first rows with what drafts read of sessions, and have room for ``more``."""
-        rows, read = self._rows, [self._read(session) for session in sessions]
-        rows.pool = _entries_of(self._engine.cache.pool)
-        shape = len(sessions), rows.layers, rows.kv_heads
-        rows.length = torch.stack([count for _, count in read]).view(shape)
-        rows.table = rows.length.new_zeros(*shape, int(rows.length.max()) + more)
-        for table, (entries, count) in zip(rows.table, read, strict=True):
-            rank = torch.arange(entries.row.numel(), device=count.device)
-            rank -= (count.cumsum(0) - count)[entries.row]
-            table.flatten(0, 1)[entries.row, rank] = entries.slot
+    def _show(self, sessions: Sequence[CachedSequence], slots: Tensor) -> list[int]:
+        """Fill the first rows with what drafts read of sessions; how many entries each has.
 
-    def _step(self, batch: Batch, slots: Tensor) -> Tensor:
-        """Append a token to rows of drafts, at ``slots [B, L, H]``, and write nothing else."""
-        stack = slots.flatten().flip(0)
-        if len(self._rows.pool._stack) < len(stack):
-            self._rows.pool._stack = torch.empty_like(stack)
-        self._rows.pool._stack[: len(stack)] = stack
-        self._rows.pool.free_pages = len(stack)
+        Args:
+            slots: ``[B, L, H, steps]``, where the entries of drafted tokens go.
+        """
+        rows, read = self._rows, [self._read(session) for session in sessions]
+        rows.pool = pool = _entries_of(self._engine.cache.pool)
+        # What a CUDA graph reads stays where it is while it is large enough.
+        before = len(rows.table)
+        many = 1 << (max(len(sessions), before) - 1).bit_length()
+        if many * rows.rows * self._most > len(self._stack):
+            self._stack = slots.new_zeros(many * rows.rows * self._most)
+        pool._stack, pool.limit, pool.free_pages = self._stack, len(self._stack), slots.numel()
+        pool._stack[: slots.numel()] = slots.permute(3, 0, 1, 2).flatten().flip(0)
+        count = torch.stack([each for _, each in read])
+        columns = int(count.max()) + slots.shape[-1]
+        if len(sessions) > before or columns > rows.table.shape[-1]:
+            width = max(1 << (columns - 1).bit_length(), rows.table.shape[-1], _LEAST_COLUMNS)
+            rows.length = slots.new_zeros(many, rows.layers, rows.kv_heads)
+            rows.table = slots.new_zeros(*rows.length.shape, width)
+        rows.length[: len(sessions)] = count.view(-1, rows.layers, rows.kv_heads)
+        for table, (entries, each) in zip(rows.table, read, strict=False):
+            rank = torch.arange(entries.row.numel(), device=each.device)
+            rank -= (each.cumsum(0) - each)[entries.row]
+            table.flatten(0, 1)[entries.row, rank] = entries.slot
+        return [entries.row.numel() for entries, _ in read]
+
+    def _step(self, batch: Batch) -> Tensor:
+        """Append a token to rows of drafts, and write nothing else."""
         native = self._engine.backends.cpu
         if not native.unsupported_reason(batch):
             batch.bare = True
             logits: Tensor = native.decoder.step(self._rows, batch)
             return logits
-        return self._torch.decode(batch, Counts())
+        backend = self._torch if self._cuda.unsupported_reason(batch) else self._cuda
+        return backend.decode(batch, Counts())
 
 
 def _known(log_beta: Tensor, row: Tensor, count: Tensor) -> Tensor:
@@ -500,17 +583,20 @@ def _batch_of(
     seqs: Sequence[int],
     said: Sequence[Sequence[int]],
     behind: int = 0,
+    entries: Sequence[int] | None = None,
 ) -> Batch:
     """Put tokens that follow each other in sessions in columns, session after session.
 
     Args:
         seqs: where their rows are; behind: tokens before these that were not counted.
+        entries: that stand there; None: as many as the sessions have.
     """
     columns = []
-    for session, seq, row in zip(sessions, seqs, said, strict=True):
+    held = [session.entries for session in sessions] if entries is None else entries
+    for session, seq, row, stand in zip(sessions, seqs, said, held, strict=True):
         long = bool(session.long_rope)
         for at, token in enumerate(row, behind):
             where = session.seen + at, session.next_position + at
-            columns.append((seq, *where, long, session.entries, session.prompt_tokens, token))
-    own, seen, positions, longs, entries, prompts, tokens = zip(*columns, strict=True)
-    return Batch(own, seen, positions, longs, entries, entries, prompts, tokens)
+            columns.append((seq, *where, long, stand, session.prompt_tokens, token))
+    own, seen, positions, longs, stands, prompts, tokens = zip(*columns, strict=True)
+    return Batch(own, seen, positions, longs, stands, stands, prompts, tokens)

@@ -462,6 +462,8 @@ class Runtime:
             given_back = 0 if self.left else self.cache.trim()
             if given_back:
                 self.backends.reset()
+                if self.drafts is not None:
+                    self.drafts.reset()
             return given_back
 
     @property
@@ -524,9 +526,7 @@ def _require_running(options: Mapping[str, Any], gates: object) -> None:
 def _require_lossless(config: EngineConfig, weights: DecoderWeights) -> None:
     """Raise PolicyError where lossless decoding cannot be."""
     why = ""
-    if weights.embed.device.type != "cpu":
-        why = f"runs on a CPU so far, and the model is on {weights.embed.device}"
-    elif weights.states():
+    if weights.states():
         why = "takes tokens back, which this model's linear layers cannot"
     elif config.budget is not None and Budget.of(config.budget).risk is not None:
         why = "keeps all entries, so that there is no risk that a budget could follow"

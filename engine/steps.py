@@ -98,7 +98,8 @@ def decode_steps(
             token_ids = _checked(engine, sessions, token_ids)
             whole = _reserved(sessions, steps)
             recorded = any(session.recorder is not None for session in sessions)
-            if engine.many_path == "graph" and not recorded and whole:
+            graph = engine.many_path == "graph" and engine.drafts is None
+            if graph and not recorded and whole:
                 decode = engine.backends.for_bursts().decode_many
                 return decode_burst(engine, decode, sessions, token_ids, steps, stop, draws)
         return _step_by_step(engine, sessions, token_ids, steps, stop, draws)
@@ -171,7 +172,10 @@ def _step_by_step(
         if done and done % BURST == 0:
             CtrlC.check()
         stepped = [sessions[index] for index in going]
-        logits = engine.decode(stepped, [token[index] for index in going])
+        guesses = None
+        if engine.drafts is not None and draws is not None:
+            guesses = [draws[index].after(generated[index]) for index in going]
+        logits = engine.decode(stepped, [token[index] for index in going], guesses)
         for index, chosen in zip(going, _next_ids(engine, stepped, logits, drawn), strict=True):
             token[index] = chosen
             generated[index].append(chosen)

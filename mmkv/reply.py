@@ -588,9 +588,7 @@ def step(engine: Engine, going: Sequence[tuple[Session, ReplyWriter, int]]) -> l
     if steps < 2:
         with engine.lock:  # the logits are read back before another thread's step
             if engine.loss_control is None:
-                ahead = engine.drafts is not None
-                guesses = [writer.foresee() for writer in writers] if ahead else None
-                logits = engine.decode(sessions, tokens, guesses)
+                logits = engine.decode(sessions, tokens, _guesses(engine, writers))
                 chosen = _chosen(engine, sessions, writers, logits)
             else:
                 chosen = _weighed(engine, sessions, writers, tokens)
@@ -614,6 +612,17 @@ def step(engine: Engine, going: Sequence[tuple[Session, ReplyWriter, int]]) -> l
     return [
         writer.attempt(writer.take_burst, row)
         for writer, row in zip(writers, generated, strict=True)
+    ]
+
+
+def _guesses(engine: Engine, writers: Sequence[ReplyWriter]) -> list[Guess] | None:
+    """Return what foresees the tokens of replies as :func:`_chosen` chooses them."""
+    if engine.drafts is None:
+        return None
+    graph = engine.many_path == "graph"
+    return [
+        writer.draw if graph and not writer.looks_at_logits else writer.foresee()
+        for writer in writers
     ]
 
 

@@ -85,14 +85,15 @@ def decode(
     window: int = 0,
     gap: int = 0,
     lse: bool = False,
+    tokens: int = 1,
 ) -> None:
-    """One query for each of ``group`` heads a KV head, which sees ``window`` tokens, or all."""
+    """Queries of ``group`` heads a KV head and ``tokens``, which see ``window`` tokens, or all."""
     from mmkv.engine.backends.cuda.kernels import decode_attention_triton as ours
 
     pool, rows = _cache(dim, form, dtype)
     tile = tile_entries(dim, pool.dtype)
     work = empty_worklist(2, LAYERS, HEADS, tile, RUNS, "cpu")
-    query = _numbers(dtype, 2, HEADS * group, dim)
+    query = _numbers(dtype, 2 * tokens, HEADS * group, dim)
     ours.decode_attention(
         query,
         _with_gap(pool.stored_keys, gap),
@@ -100,11 +101,12 @@ def decode(
         rows.table,
         work,
         0,
-        empty_partials(work, group, dim),
+        empty_partials(work, tokens * group, dim),
         dim**-0.5,
         torch.empty_like(query),
         torch.zeros(query.shape[:2]) if lse else None,
-        NewestTokens(window, pool.position, _integers(2)) if window else None,
+        NewestTokens(window, pool.position, _integers(2 * tokens)) if window else None,
+        _integers(2 * tokens) if tokens > 1 else None,
     )
 
 
@@ -374,6 +376,7 @@ def cases() -> Iterator[Case]:
         yield case("store", group=group)
     yield case("decode", window=1024, dim=256, group=2)
     yield case("decode", gap=136, lse=True)
+    yield case("decode", tokens=8)
     yield case("prefill", tokens=2048, gap=136)
     yield case("store", norm=False)
     yield case("turned", norm=False)

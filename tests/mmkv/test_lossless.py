@@ -23,9 +23,12 @@ import mmkv.hf
 from mmkv import Engine, Sampling
 from mmkv.chat.display import memory_line, record, statistics
 from mmkv.chat.run import cost_line
+from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.drafts import Pace
 from mmkv.engine.errors import BROKEN, BudgetError, InputError, NotFiniteError
+from mmkv.engine.runtime import Runtime
 from mmkv.reply import LogitSettings, ReplyWriter
+from mmkv.resources import bundled_model
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.run import first_lines
 from mmkv.server.work import ChatWork
@@ -33,6 +36,7 @@ from mmkv.session import Session
 from tests.mmkv.test_one_road import CASES
 from tests.support.chat_models import picture
 from tests.support.servers import MODEL, Server, asked, serving
+from tests.support.sessions import text_ids
 from tests.support.tiers import one_in
 from tests.support.tool_templates import save_seeing_tool_model
 
@@ -269,6 +273,20 @@ def test_what_a_seed_draws_is_foreseen(
             counts.append((said, session.memory().accepted / session.memory().drafted))
     assert counts[0][0] == counts[1][0]
     assert counts[0][1] > 0.5 > 0.1 > counts[1][1]
+
+
+def test_bursts_foresee_what_they_draw() -> None:
+    """By the same random numbers; penalties count what was drafted."""
+    draws = [Draw(seed=4), Draw(temperature=0.7, presence=0.3, seed=9)]
+    made = []
+    for own in ({"policy": "full"}, {"lossless": True, "budget": 40}):
+        engine = Engine.from_pretrained(bundled_model(), dtype="float32", **own)
+        sessions = [Runtime.session(engine) for _ in draws]
+        for seed, session in enumerate(sessions):
+            session.prefill({"input_ids": text_ids(60 + seed, seed)[None]})
+        made.append(engine.decode_many(sessions, [5, 6], 60, draws=draws))
+    assert made[0] == made[1]
+    assert all(one.ahead is not None and one.ahead.accepted > 10 for one in sessions)
 
 
 def test_guesses_leave_the_reply_alone(engines: tuple[Engine, Engine]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmkv.engine.backends.base import HOSTED, Backend, Batch, Burst, Counts, LoadedModel
 from mmkv.engine.backends.cuda.kernels.available import on_triton, triton_installed
 from mmkv.engine.backends.cuda.kernels.buffers import PageTables
+from mmkv.engine.backends.cuda.kernels.decode_attention import tokens_at_once
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict, unsupported_reason
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
@@ -49,6 +50,14 @@ class CudaBackend(Backend):
         """See :class:`mmkv.engine.backends.base.Backend`."""
         if batch is not None and batch.recorded:
             return "the session is recorded"
+        model, dtype = self.model, self.cache.pool.dtype
+        most = tokens_at_once(model.spec.group, dtype)
+        if batch is not None and max(map(len, batch.runs)) > most:
+            return "too many tokens of a sequence"
+        # Where nothing is evicted, drafts are chosen by what the policy has kept of each token.
+        needs, bare = model.needs, batch is not None and batch.bare
+        if not model.policy.evicts and not bare and (needs.queries or needs.state):
+            return f"policy {model.policy.name!r} keeps more of a token than its gates say"
         return self.burst_reason()
 
     def no_eviction_reason(self) -> str:
@@ -107,6 +116,10 @@ class CudaBackend(Backend):
 
     def decode(self, batch: Batch, counts: Counts) -> Tensor:
         """See :class:`mmkv.engine.backends.base.Backend`: one replay, evictions included."""
+        if len(batch.runs) < len(batch.seqs):
+            logits = self._graphs().check(batch)
+            counts.appended = 1
+            return logits
         single = replace(batch, share=[0.0] * len(batch.seqs))  # what is allowed is of this step
         burst = Burst.of(single)
         try:
@@ -132,9 +145,12 @@ class CudaBackend(Backend):
         draws: Sequence[Draw] | None = None,
     ) -> None:
         """See :class:`mmkv.engine.backends.base.Backend`; evictions are part of the graph."""
+        self._graphs().decode(batch, burst, steps, stop, draws)
+
+    def _graphs(self) -> GraphRunner:
         if self.runner is None:
             self.runner = GraphRunner(self.model, self.cache)
-        self.runner.decode(batch, burst, steps, stop, draws)
+        return self.runner
 
     @property
     def window_attention(self) -> WindowAttention | None:

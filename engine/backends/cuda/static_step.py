@@ -11,7 +11,6 @@ references run it, for tests.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,11 @@ from mmkv.engine.backends.base import Batch, Burst, LoadedModel
 from mmkv.engine.backends.cuda.kernels import delta
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, PageTables
-from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
+from mmkv.engine.backends.cuda.kernels.decode_attention import (
+    decode_attention,
+    empty_partials,
+    tokens_at_once,
+)
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict, unsupported_reason
 from mmkv.engine.backends.cuda.kernels.experts import experts
 from mmkv.engine.backends.cuda.kernels.pointwise import gated, rms_norm
@@ -67,15 +70,20 @@ _WARM_UP = 2  # steps on idle batch slots, so that libraries allocate before the
 class StaticStep:
     """The step and its buffers for B batch slots; a batch slot is a sequence, or idle.
 
+    Or one of T tokens that follow each other in a sequence, B / T sequences with T batch slots
+    each: all read the sequence's entries at once. Room for them is made beforehand, and nothing is
+    evicted.
+
     Attributes:
         most_entries: of one batch slot, so many at most may stand when it is evicted from.
         policy_step: what the policy does in torch, or None.
         seqs: ``[B]`` int64 sequence slots, -1 idle. A batch slot becomes idle when it says a
-            token of ``stop``.
+            token of ``stop``. Of a sequence with fewer than T tokens, the last ones are idle.
         token: ``[B]`` int64, what is appended next.
         seen: ``[B]`` int64 tokens seen; rope_position: ``[B]`` int64 of the next token.
         allowed: ``[B]`` int64 entries that may stay; share: ``[B]`` float64, above 0 for budgets
             that are a fraction of the tokens seen.
+        behind: ``[B]`` int64, how many of its sequence's tokens follow it in this step.
         logits: float32 ``[B, vocab]`` of the latest step, as the model gave them.
         generated: ``[B, steps]`` int64, the tokens chosen, -1 where a batch slot was idle, and
             BROKEN where its logits were not finite, after which it is idle; index: ``[1]``.
@@ -98,29 +106,31 @@ class StaticStep:
         most_entries: int,
         penalised: bool = False,
         most_row: int = 1,
+        tokens: int = 1,
     ) -> None:
         self.model, self.cache = model, cache
-        self.batch, self.most_entries = batch, most_entries
+        self.batch, self.most_entries, self.tokens = batch, most_entries, tokens
         spec, device = model.spec, cache.length.device
         self.top = torch.zeros(1, dtype=torch.int64, device=device)
         pool = cache.pool
         self.rows = PageTables(cache.length, cache.table, pool._stack, self.top, pool.page_size)
-        # Weak: what a pool has outgrown shall not live on here.
-        self._columns = [weakref.ref(column) for column in self._read_columns()]
+        # Not the tensors: what a pool has outgrown shall not live on here.
+        self._columns = self._places()
         self.room = empty_room(batch, self.rows)
-        tile = tile_entries(spec.head_dim, pool.dtype)
+        tile, runs = tile_entries(spec.head_dim, pool.dtype), default_runs(device)
         self._work = empty_worklist(
-            batch, spec.entry_layers, spec.num_kv_heads, tile, default_runs(device), device
+            batch // tokens, spec.entry_layers, spec.num_kv_heads, tile, runs, device
         )
-        self._partials = empty_partials(self._work, spec.group, spec.head_dim)
+        self._partials = empty_partials(self._work, tokens * spec.group, spec.head_dim)
         # Victims of eviction whose score is NaN, per batch slot, since it was zeroed.
         self.evicted_nan = self.top.new_zeros(batch)
         self._eviction, self.policy_step = None, None
         in_torch = unsupported_reason(model.policy)
-        if model.policy.evicts and not in_torch:
+        evicts = model.policy.evicts and tokens == 1
+        if evicts and not in_torch:
             eviction = empty_eviction(batch, self.rows, most_entries)
             self._eviction = replace(eviction, nan=self.evicted_nan)
-        if model.policy.admission is not None or (model.policy.evicts and in_torch):
+        if model.policy.admission is not None or (evicts and in_torch):
             sizes = batch, most_entries, most_row, most_steps
             self.policy_step = PolicyStep(model, cache, self.rows, *sizes, self.evicted_nan)
         shape = (batch, spec.num_heads, spec.head_dim)
@@ -131,11 +141,11 @@ class StaticStep:
 
         # One tensor, which the host fills in one copy. Whole 16 bytes a row: kernels are compiled
         # anew for pointers that are not.
-        self.given = integers(7, batch + batch % 2)
+        self.given = integers(8, batch + batch % 2)
         self.given[0] = -1
         given = self.given[:, :batch]
         self.seqs, self.token, self.seen, self.rope_position, self.allowed = given[:5]
-        self.share, self.seed = given[5].view(torch.float64), given[6]
+        self.share, self.seed, self.behind = given[5].view(torch.float64), given[6], given[7]
         self.least_dropped = integers(batch)
         self.generated, self.index = integers(batch, most_steps), integers(1)
         self.stop = integers(most_stops) - 1
@@ -156,9 +166,11 @@ class StaticStep:
         if penalised:
             self.said = PenaltyState.empty(batch, model.decoder.weights.head.shape[0], device)
 
-    def _read_columns(self) -> list[Tensor]:
+    def _places(self) -> list[tuple[int, torch.Size]]:
+        """Where the tensors of the cache are that a step reads."""
         cache = self.cache
-        return [*cache.pool.columns(), *cache.memory.values(), *cache.states.values()]
+        read = *cache.pool.columns(), *cache.memory.values(), *cache.states.values()
+        return [(column.data_ptr(), column.shape) for column in read]
 
     def fits(self, entries: int = 0, row: int = 0) -> bool:
         """Whether a slot and its rows may hold so much, and all is still where it was."""
@@ -167,10 +179,7 @@ class StaticStep:
             entries <= self.most_entries
             and (self.policy_step is None or row <= self.policy_step.most_row)
             # Columns are replaced one by one when they grow: Ctrl-C may come between any two.
-            and all(
-                known() is now
-                for known, now in zip(self._columns, self._read_columns(), strict=True)
-            )
+            and self._columns == self._places()
             and rows.stack is cache.pool._stack
             and rows.length is cache.length
             and rows.table is cache.table
@@ -185,9 +194,11 @@ class StaticStep:
         model, spec = self.model, self.model.spec
         weights, eps = model.decoder.weights, spec.rms_eps
         product = weights.product
-        slots = make_room(self.room, self.rows, self.seqs)
+        several = self.tokens > 1
+        slots = self.room.slots if several else make_room(self.room, self.rows, self.seqs)
         live = slots[:, 0, 0] >= 0  # not those that are idle, none when the pool was too small
-        build_worklist(self._work, self.seqs, self.rows.length)
+        sequences = self.seqs[:: self.tokens].contiguous() if several else self.seqs
+        build_worklist(self._work, sequences, self.rows.length)
         policy = self.policy_step
         if policy is not None:
             policy.begin(self.seqs, slots, self.seen, self.rope_position, live)
@@ -267,6 +278,7 @@ class StaticStep:
             spec.head_dim**-0.5,
             self._mixed,
             window=NewestTokens(window, pool.position, self.seen) if window else None,
+            behind=self.behind if self.tokens > 1 else None,
         )
         if self.policy_step is not None:
             self.policy_step.attended(entry, query)
@@ -405,6 +417,42 @@ class GraphRunner:
                 going = [i for i in going if burst.generated[i][-1] not in (*stop, BROKEN)]
                 if not going:
                     break
+
+    @torch.inference_mode()
+    def check(self, batch: Batch) -> Tensor:
+        """Append several tokens to each sequence in one replay; nothing is evicted.
+
+        Returns:
+            float32 logits ``[B, vocab]`` behind each.
+
+        Raises:
+            BudgetError: the pool would pass its limit. Whatever is raised, entries that were
+                appended are the caller's to drop.
+        """
+        runs, cache, device = batch.runs, self.cache, self.cache.length.device
+        seqs, sizes = [batch.seqs[run.start] for run in runs], [len(run) for run in runs]
+        each = tokens_at_once(self.model.spec.group, cache.pool.dtype)
+        with on_device(device), exact_products(device):
+            length = cache.length[seqs].flatten(1).cpu()
+            first = [run.start for run in runs]
+            burst = Burst.of(batch)
+            _, row = self._make_room(batch, burst, first, max(sizes), length)
+            count = each * _power_of_two(len(runs))
+            step, graphs = self._step(count, 0, False, 1, row=row, tokens=each)
+            slots = step.room.slots.fill_(-1).unflatten(0, (-1, each))
+            for size in set(sizes):
+                alike = [place for place, own in enumerate(sizes) if own == size]
+                where = torch.tensor([seqs[place] for place in alike], device=device)
+                slots[alike, :size] = cache.append(where, size).permute(0, 3, 1, 2)
+            places = [each * n + at for n, size in enumerate(sizes) for at in range(size)]
+            behind = [size - 1 - at for size in sizes for at in range(size)]
+            going = range(len(batch.seqs))
+            self._fill(step, batch, burst, going, batch.tokens, (), None, places, behind)
+            if graphs is None:
+                step.run()
+            else:
+                graphs[True].replay()
+            return step.logits[places]
 
     def _replay(
         self,
@@ -572,9 +620,10 @@ class GraphRunner:
         entries: int,
         penalised: bool = False,
         row: int = 1,
+        tokens: int = 1,
     ) -> tuple[StaticStep, Graphs | None]:
         stops = _power_of_two(max(stops, _LEAST_STOPS))
-        key = (batch, stops, drawn, penalised)
+        key = (batch, stops, drawn, penalised, tokens)
         known = self._steps.get(key)
         if known is None or not known[0].fits(entries, row):
             # Graphs of the old pool go first: they hold its memory.
@@ -583,9 +632,9 @@ class GraphRunner:
             # Captures are slow: room to grow.
             most, part = _power_of_two(entries), max(_power_of_two(row) // 8, _LEAST_ROOM // 8)
             cells = -(-row // part) * part
-            step = StaticStep(
-                self.model, self.cache, batch, MOST_STEPS, stops, drawn, most, penalised, cells
-            )
+            steps = MOST_STEPS if tokens == 1 else 1
+            sizes = batch, steps, stops, drawn, most, penalised, cells, tokens
+            step = StaticStep(self.model, self.cache, *sizes)
             known = self._steps[key] = (step, self._captured(step))
             self.captures += 1
         return known
@@ -626,20 +675,27 @@ class GraphRunner:
         token: Sequence[int],
         stop: Sequence[int],
         draws: Sequence[Draw] | None,
+        places: Sequence[int] | None = None,
+        behind: Sequence[int] | None = None,
     ) -> None:
-        at, idle = torch.tensor, [0] * (step.given.shape[1] - len(going))
-        share = at([batch.share[i] for i in going], dtype=torch.float64)  # its bits as int64
-        seeds = [0] * len(going) if draws is None else [draw.seed for draw in draws]
-        columns = [
-            [batch.seqs[i] for i in going] + [-1] * len(idle),
-            [token[i] for i in going] + idle,
-            [batch.seen[i] + burst.appended[i] for i in going] + idle,
-            [batch.next_position[i] + burst.appended[i] for i in going] + idle,
-            [batch.allowed[i] for i in going] + idle,
-            share.view(torch.int64).tolist() + idle,
-            seeds + idle,
-        ]
-        step.given.copy_(at(columns))
+        """Put what is ``going`` in batch slots, the first ones or those of ``places``."""
+        at, none = torch.tensor, [0] * len(going)
+        share = at([batch.share[i] for i in going] if batch.share else none, dtype=torch.float64)
+        given = torch.zeros(step.given.shape, dtype=torch.int64, device="cpu")
+        given[0] = -1
+        given[:, list(range(len(going)) if places is None else places)] = at(
+            [
+                [batch.seqs[i] for i in going],
+                [token[i] for i in going],
+                [batch.seen[i] + burst.appended[i] for i in going],
+                [batch.next_position[i] + burst.appended[i] for i in going],
+                [batch.allowed[i] for i in going],
+                share.view(torch.int64).tolist(),  # its bits
+                none if draws is None else [draw.seed for draw in draws],
+                behind or none,
+            ]
+        )
+        step.given.copy_(given)
         step.stop.copy_(at([*stop, *[-1] * (len(step.stop) - len(stop))]))
         step.top.fill_(self.cache.pool.free_pages)
         step.index.zero_()

@@ -19,11 +19,12 @@ import mmkv.reply
 from mmkv import Engine, Sampling
 from mmkv.engine import runtime
 from mmkv.engine.backends import kernels_for
+from mmkv.engine.backends.base import Batch
 from mmkv.engine.backends.cuda.kernels import product
 from mmkv.engine.backends.cuda.kernels.append import make_room
 from mmkv.engine.backends.cuda.kernels.pointwise import TritonElementwise
 from mmkv.engine.backends.cuda.kernels.sample import Draw
-from mmkv.engine.backends.cuda.static_step import StaticStep
+from mmkv.engine.backends.cuda.static_step import GraphRunner, StaticStep
 from mmkv.engine.cache import COLUMNS
 from mmkv.engine.errors import BudgetError, ContextError
 from mmkv.engine.policies import Budget
@@ -426,6 +427,16 @@ def test_the_kernels_together_are_the_eager_step(
     reference = engine_for(model, policy)
     two = opened(reference, 2)
     wanted = eager(reference, two, [3, 4], 2)  # in torch: by the kernels, too, from here on
+    put_in_triton(monkeypatch)
+    ours = engine_for(model, policy)
+    assert isinstance(ours.decoder.elementwise, TritonElementwise)
+    one = opened(ours, 2)
+    assert Bursts(ours).decode(one, [3, 4], 2) == wanted
+    same(one, two)
+
+
+def put_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines that are made from now on run every kernel in its Triton form, on a CPU."""
     for name in [m.name for m in pkgutil.iter_modules(mmkv.engine.backends.cuda.kernels.__path__)]:
         module = importlib.import_module(f"mmkv.engine.backends.cuda.kernels.{name}")
         if hasattr(module, "on_triton"):
@@ -434,11 +445,41 @@ def test_the_kernels_together_are_the_eager_step(
         monkeypatch.setattr(f"mmkv.engine.backends.{module}.on_triton", lambda tensor: True)
     on_gpu = functools.partial(kernels_for, device=torch.device("cuda"))
     monkeypatch.setattr(runtime, "kernels_for", lambda form, device: on_gpu(form))
-    ours = engine_for(model, policy)
-    assert isinstance(ours.decoder.elementwise, TritonElementwise)
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(
+    not (HAS_TRITON and INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1 (the interpreter)"
+)
+@pytest.mark.parametrize(("model", "kv"), [("gemma3_text", "auto"), ("odd", "int8")])
+def test_several_tokens_in_a_step_are_single_steps(
+    model: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of one sequence and one of another, beyond a window and over the end of a page."""
+    reference = engine_for(model, "full", kv=kv)
+    two = opened(reference, 2)
+    reference.backends.cpu.switch_off()
+    wanted = [reference.decode(two[:1], [token])[0] for token in (3, 4, 5)]
+    wanted.append(reference.decode(two[1:], [6])[0])
+    put_in_triton(monkeypatch)
+    ours = engine_for(model, "full", kv=kv)
     one = opened(ours, 2)
-    assert Bursts(ours).decode(one, [3, 4], 2) == wanted
-    same(one, two)
+    columns = [(one[0], at) for at in range(3)] + [(one[1], 0)]
+    batch = Batch(
+        [session.seq for session, _ in columns],
+        [session.seen + at for session, at in columns],
+        [session.next_position + at for session, at in columns],
+        [False] * 4,
+        *([[session.entries for session, _ in columns]] * 2),
+        [0] * 4,
+        [3, 4, 5, 6],
+    )
+    made = GraphRunner(ours.model, ours.cache).check(batch)
+    torch.testing.assert_close(made, torch.stack(wanted), rtol=1e-4, atol=1e-4)
+    held = (ours.cache.export(one[0].seq), reference.cache.export(two[0].seq))
+    for name in ("length", "position", "modality", "state"):
+        assert torch.equal(held[0][name], held[1][name]), name
+    torch.testing.assert_close(held[0]["keys"], held[1]["keys"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.triton

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.bench.kernel_code import SHARED_LIMITS
 from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
-from mmkv.engine.backends.cuda.kernels.decode_attention import empty_partials
+from mmkv.engine.backends.cuda.kernels.decode_attention import empty_partials, tokens_at_once
 from mmkv.engine.backends.cuda.kernels.pointwise import merged
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist_reference,
@@ -237,6 +237,48 @@ def test_a_window_hides_what_is_too_far_back(form, dim, bits) -> None:
         torch.testing.assert_close(out[seq, mine].double(), want, rtol=0, atol=1e-5)
         torch.testing.assert_close(lse[seq, mine].double(), logs, rtol=0, atol=1e-5)
     assert min(counts) == 1 and 1 < max(counts) < 60
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("dim", "bits", "window"), [(32, 0, None), (96, 0, 20), (32, 8, None), (32, 4, 20)]
+)
+def test_tokens_of_one_sequence_see_none_behind_them(form, dim, bits, window) -> None:
+    """Four tokens of each sequence, or fewer: the last of a row are theirs, and a page and a piece
+    end among them. Of an idle sequence, and of places without a token, nothing is asked.
+    """
+    length = torch.tensor([[[90, 33]], [[18, 2]]])
+    whole = paged(length, 16, dim, torch.float32, DEVICE)
+    position = torch.zeros(len(whole.keys), 16, dtype=torch.int32)
+    for seq, head in itertools.product((0, 1), (0, 1)):
+        count = int(length[seq, 0, head])
+        at = (41 if seq else 89) - count + 1 + torch.arange(96)
+        at[: max(count - 4, 0)] = at[: max(count - 4, 0)].flip(
+            0
+        )  # of no order but for these tokens' own
+        position[whole.table[seq, 0, head, :6].cpu()] = at.view(6, 16).int()
+    cache = rounded(whole, bits, bits) if bits else whole
+    seqs, behind = [1, -1, 0], torch.tensor([1, 0, 0, 0, 9, 9, 9, 9, 3, 2, 1, 0])
+    now = torch.tensor([40, 41, 0, 0, 9, 9, 9, 9, 86, 87, 88, 89])
+    near = NewestTokens(window, position.to(DEVICE), now.to(DEVICE)) if window else None
+    query = queries(12, 6, dim, torch.float32)
+    work, partials = plan(whole, seqs, 16, 7, 12)
+    out = torch.full(query.shape, torch.nan, device=DEVICE)
+    lse = torch.full(query.shape[:2], torch.nan, device=DEVICE)
+    args = (query, cache.keys, cache.values, cache.table, work, 0, partials, SCALE)
+    form(*args, out, lse, near, behind.to(DEVICE))
+    assert not partials.arrived.any()
+    for token, head in itertools.product((0, 1, 8, 9, 10, 11), (0, 1)):
+        seq = seqs[token // 4]
+        key, value = cache.row(seq, 0, head)
+        seen = torch.arange(len(key)) < len(key) - behind[token]
+        if window:
+            at = position[cache.table[seq, 0, head].cpu()].flatten()[: len(key)]
+            seen &= now[token] - at < window
+        mine, seen = slice(3 * head, 3 * head + 3), seen.to(DEVICE)
+        want, logs = attention(query[token, mine], key[seen], value[seen], SCALE)
+        torch.testing.assert_close(out[token, mine].double(), want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[token, mine].double(), logs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -501,6 +543,16 @@ def test_heads_of_256_fit_every_card(
     """``python -m benchmarks.bench.kernel_code`` does the same for all launches and cards."""
     for code in compiled(launch, arch, dim=256, dtype=dtype, **settings):
         assert code.shared <= SHARED_LIMITS[arch] and code.spills == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "dim", "arch"), [("bfloat16", 128, 90), ("bfloat16", 256, 89), ("float32", 128, 89)]
+)
+def test_as_many_tokens_as_attend_at_once_fit_every_card(dtype: str, dim: int, arch: int) -> None:
+    tokens = tokens_at_once(4, getattr(torch, dtype))
+    (code,) = compiled("decode", arch, dim=dim, dtype=dtype, tokens=tokens)
+    assert tokens == 8 and code.shared <= SHARED_LIMITS[arch] and code.spills <= ONE_SPILL
 
 
 # The work list: every tile of every row is assigned once, in order, in equal runs.

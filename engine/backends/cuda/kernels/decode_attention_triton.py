@@ -7,8 +7,9 @@ goes to the partial buffers. After the loop each program says which split rows i
 one that brings a row's last piece merges them all, in the order of the runs. The integer counters
 decide only who merges, so results do not depend on timing, and the merge costs no second launch.
 
-The G query heads of a KV head are rows of one matrix product, of 16 rows or more: K and V are read
-once, and the tensor cores need a small part of the time in which a tile arrives.
+The G query heads of a KV head, of one token or of several, are rows of one matrix product, of 16
+rows or more: K and V are read once, and the tensor cores need a small part of the time in which a
+tile arrives.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
@@ -33,6 +34,7 @@ WARPS = 4
 STAGES = 3
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+LARGE_SUMS = 8192  # numbers: as many as 4 warps have registers for
 PADDED = 16  # rows of the smallest tensor-core product
 MERGE_ELEMENTS = tl.constexpr(4096)  # partial outputs a program has in flight while it merges
 
@@ -49,12 +51,17 @@ def decode_attention(
     out: Tensor,
     lse: Tensor | None = None,
     window: NewestTokens | None = None,
+    behind: Tensor | None = None,
 ) -> None:
     """See ``decode_attention`` in ``decode_attention.py``; one launch."""
     heads, head_dim, group = work.heads, query.shape[2], query.shape[1] // work.heads
+    tokens = query.shape[0] * heads // work.rows.shape[1]
     key_codes, key_scales, key_bits = parts(keys)
     value_codes, value_scales, value_bits = parts(values)
+    joined = triton.next_power_of_2(tokens * group)
+    padded = max(joined, PADDED)
     large = 2 * work.tile * head_dim * query.element_size() > TILE_BYTES
+    large = large or padded * head_dim >= LARGE_SUMS
     decode_kernel[(work.runs.shape[1],)](
         query,
         key_codes,
@@ -72,14 +79,16 @@ def decode_attention(
         out if lse is None else lse,
         work.rows if window is None else window.position,
         work.rows if window is None else window.now,
+        work.rows if behind is None else behind,
         query.stride(0),
         query.stride(1),
         table.shape[-1],
         scale,
         HEADS=heads,
+        TOKENS=tokens,
         G=group,
-        GROUP=triton.next_power_of_2(group),
-        PADDED=max(triton.next_power_of_2(group), PADDED),
+        GROUP=joined,
+        PADDED=padded,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         P=key_codes.shape[1],
@@ -89,6 +98,7 @@ def decode_attention(
         TILE=work.tile,
         WRITE_LSE=lse is not None,
         WINDOW=0 if window is None else window.tokens,
+        BEHIND=behind is not None,
         num_warps=2 * WARPS if large else WARPS,
         num_stages=STAGES - large,
         enable_fp_fusion=True,
@@ -148,6 +158,8 @@ def _write(
     peak,
     total,
     scale,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,
@@ -157,11 +169,14 @@ def _write(
     """Store what a row's sums ``acc [GROUP, BLOCK_D]``, ``peak``, ``total [GROUP]`` amount to."""
     g, d = tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
     to = row * G + g
-    live = (g < G)[:, None] & (d < D)[None, :]
+    if TOKENS > 1:
+        to = ((row // HEADS * TOKENS + g // G) * HEADS + row % HEADS) * G + g % G
+    asked = g < TOKENS * G
+    live = asked[:, None] & (d < D)[None, :]
     mean = acc / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + to[:, None] * D + d[None, :], mean.to(out.dtype.element_ty), mask=live)
     if LSE:
-        tl.store(lse + to, peak * scale + tl.log2(total) * LN_2, mask=g < G)
+        tl.store(lse + to, peak * scale + tl.log2(total) * LN_2, mask=asked)
 
 
 @jit
@@ -182,11 +197,13 @@ def decode_kernel(
     lse,
     position,
     now,
+    behind,
     query_batch,
     query_head,
     width,
     scale,
     HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
@@ -199,8 +216,12 @@ def decode_kernel(
     TILE: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     WINDOW: tl.constexpr,
+    BEHIND: tl.constexpr,
 ):
-    """Compute one run of one layer; grid (N,). WINDOW of 0: entries of any position are seen."""
+    """Compute one run of one layer; grid (N,). WINDOW of 0: entries of any position are seen.
+
+    BEHIND: whether queries of TOKENS tokens see no entries of those behind theirs.
+    """
     run = tl.program_id(0)
     tiles = tl.load(runs + run * 8)
     row = tl.load(runs + run * 8 + 1)
@@ -210,7 +231,8 @@ def decode_kernel(
 
     batch_slot, g, d = tl.arange(0, TILE), tl.arange(0, PADDED), tl.arange(0, BLOCK_D)
     in_head = (d < D)[None, :]
-    live = (g < G)[:, None] & in_head
+    asked = g < TOKENS * G
+    live = asked[:, None] & in_head
     factor = scale * LOG2_E  # applied to differences of logits, which it then rounds least
     peak = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED, TILE], tl.float32)  # summed over batch slots only where a row ends
@@ -229,19 +251,20 @@ def decode_kernel(
         slot = pages.to(tl.int64) * (P * STRIDE) + (at + batch_slot) % P * STRIDE
         # The query is read with every tile (an eighth of its bytes at most, from L2), so
         # that a new row does not stop the loop.
-        q = tl.load(
-            query
-            + (row // HEADS).to(tl.int64) * query_batch
-            + ((row % HEADS) * G + g)[:, None] * query_head
-            + d[None, :],
-            mask=live,
-            other=0.0,
-        )
+        own = query + (row // HEADS * TOKENS).to(tl.int64) * query_batch
+        if TOKENS == 1:
+            own += ((row % HEADS) * G + g)[:, None] * query_head
+        else:
+            own += (g // G)[:, None] * query_batch + ((row % HEADS) * G + g % G)[
+                :, None
+            ] * query_head
+        q = tl.load(own + d[None, :], mask=live, other=0.0)
         entry = pages.to(tl.int64) * P + (at + batch_slot) % P
         if WINDOW > 0:
             when = tl.load(position + entry, mask=there, other=0)
-            there = there & (tl.load(now + row // HEADS) - when < WINDOW)
-            mask = there[:, None] & in_head
+            if not BEHIND:
+                there = there & (tl.load(now + row // HEADS) - when < WINDOW)
+                mask = there[:, None] & in_head
         if KEY_BITS == 0:
             key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
         else:
@@ -256,7 +279,15 @@ def decode_kernel(
         if KEY_BITS == 4:
             summed_query = tl.sum(q.to(tl.float32), 1)
             scores += summed_query[:, None] * load_zero(key_scale, entry, there)[None, :]
-        scores = tl.where(there[None, :], scores, float("-inf"))
+        seen = there[None, :]
+        if BEHIND:
+            token = row // HEADS * TOKENS + g // G
+            last = entries - tl.load(behind + token, mask=asked, other=0)
+            seen = seen & ((at + batch_slot)[None, :] < last[:, None])
+            if WINDOW > 0:
+                of = tl.load(now + token, mask=asked, other=0)
+                seen = seen & (of[:, None] - when[None, :] < WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
         high = tl.maximum(peak, tl.max(scores, 1))
         # In a row without entries nothing is above -inf; -inf - -inf must not come up.
         base = tl.where(high == float("-inf"), 0.0, high)
@@ -282,12 +313,27 @@ def decode_kernel(
             summed = tl.sum(total, 1)
             first = tl.load(rows + row * 4 + 2)
             if tl.load(rows + row * 4 + 3) == 1:
-                _write(out, lse, row, acc, peak, summed, scale, G, D, PADDED, BLOCK_D, WRITE_LSE)
+                _write(
+                    out,
+                    lse,
+                    row,
+                    acc,
+                    peak,
+                    summed,
+                    scale,
+                    HEADS,
+                    TOKENS,
+                    G,
+                    D,
+                    PADDED,
+                    BLOCK_D,
+                    WRITE_LSE,
+                )
             else:
-                spot = (2 * run + (run == first).to(tl.int32)) * G + g
+                spot = (2 * run + (run == first).to(tl.int32)) * (TOKENS * G) + g
                 tl.store(partial + spot[:, None] * D + d[None, :], acc, mask=live)
-                tl.store(peaks + spot, peak, mask=g < G)
-                tl.store(totals + spot, summed, mask=g < G)
+                tl.store(peaks + spot, peak, mask=asked)
+                tl.store(totals + spot, summed, mask=asked)
             peak = tl.full([PADDED], float("-inf"), tl.float32)
             total = tl.zeros([PADDED, TILE], tl.float32)
             acc = tl.zeros([PADDED, BLOCK_D], tl.float32)
@@ -321,6 +367,21 @@ def decode_kernel(
                 first = tl.load(rows + whose * 4 + 2)
                 count = tl.load(rows + whose * 4 + 3)
                 merged, top, sums = _merge(
-                    partial, peaks, totals, first, count, factor, G, D, GROUP, BLOCK_D
+                    partial, peaks, totals, first, count, factor, TOKENS * G, D, GROUP, BLOCK_D
                 )
-                _write(out, lse, whose, merged, top, sums, scale, G, D, GROUP, BLOCK_D, WRITE_LSE)
+                _write(
+                    out,
+                    lse,
+                    whose,
+                    merged,
+                    top,
+                    sums,
+                    scale,
+                    HEADS,
+                    TOKENS,
+                    G,
+                    D,
+                    GROUP,
+                    BLOCK_D,
+                    WRITE_LSE,
+                )
