@@ -26,6 +26,7 @@ from mmkv.engine.backends.base import Batch, Burst, Counts
 from mmkv.engine.backends.cuda.backend import CudaBackend
 from mmkv.engine.backends.cuda.kernels.decode_attention import tokens_at_once
 from mmkv.engine.backends.cuda.kernels.sample import Draw, Draws, guard
+from mmkv.engine.backends.cuda.static_step import power_of_two
 from mmkv.engine.backends.torch.backend import TorchBackend
 from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.cache import COLUMNS, Entries, PagePool, RaggedCache
@@ -299,9 +300,10 @@ class Drafts:
         ahead.chosen = Chosen(entries.offset[stays], left, session.seen)
 
     def reset(self) -> None:
-        """Let go of what drafts have kept for the next ones."""
-        self._cuda.reset()
-        self._rows.table, self._stack = self._rows.table[:0, ..., :0].clone(), self._none._stack
+        """Let go of what drafts have kept for the next ones; not while some are made."""
+        if self._rows.pool is self._none:
+            self._cuda.reset()
+            self._rows.table, self._stack = self._rows.table[:0, ..., :0].clone(), self._none._stack
 
     def _allowed(self, session: CachedSequence) -> tuple[int, bool]:
         """Return how many entries drafts may read, and whether those that they do are too many."""
@@ -533,7 +535,7 @@ class Drafts:
         rows.pool = pool = _entries_of(self._engine.cache.pool)
         # What a CUDA graph reads stays where it is while it is large enough.
         before = len(rows.table)
-        many = 1 << (max(len(sessions), before) - 1).bit_length()
+        many = power_of_two(max(len(sessions), before))
         if many * rows.rows * self._most > len(self._stack):
             self._stack = slots.new_zeros(many * rows.rows * self._most)
         pool._stack, pool.limit, pool.free_pages = self._stack, len(self._stack), slots.numel()
@@ -541,7 +543,7 @@ class Drafts:
         count = torch.stack([each for _, each in read])
         columns = int(count.max()) + slots.shape[-1]
         if len(sessions) > before or columns > rows.table.shape[-1]:
-            width = max(1 << (columns - 1).bit_length(), rows.table.shape[-1], _LEAST_COLUMNS)
+            width = max(power_of_two(columns), rows.table.shape[-1], _LEAST_COLUMNS)
             rows.length = slots.new_zeros(many, rows.layers, rows.kv_heads)
             rows.table = slots.new_zeros(*rows.length.shape, width)
         rows.length[: len(sessions)] = count.view(-1, rows.layers, rows.kv_heads)

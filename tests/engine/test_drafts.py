@@ -409,6 +409,27 @@ def test_a_guess_may_ask_for_steps_of_other_sessions() -> None:
             same_bits(lossless.decode([ours], [token], [guess])[0], theirs.decode(token))
 
 
+@needs_native
+def test_a_guess_may_give_memory_back() -> None:
+    lossless, full = engines("qwen3_vl")
+    with lossless.session() as ours, full.session() as theirs:
+        given_back = []
+
+        def guess(logits: Tensor) -> int:
+            given_back.append(lossless.trim())
+            return int(logits.argmax())
+
+        for token in range(5, 13):
+            with lossless.session() as other:  # its pages are free then
+                other.prefill(prompt("qwen3_vl"))
+            if token == 5:
+                for session in (ours, theirs):
+                    session.prefill(prompt("qwen3_vl"))
+            same_bits(lossless.decode([ours], [token], [guess])[0], theirs.decode(token))
+        lossless.cache.check()
+    assert any(given_back)
+
+
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
 def test_a_draft_whose_numbers_break_reaches_no_reply(native: bool) -> None:
     lossless, full = (

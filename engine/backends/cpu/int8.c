@@ -216,7 +216,7 @@ INLINE int32_t code_4(float x)
 static float round_4(const float *restrict x, int8_t *codes, uint16_t *scale)
 {
     float low = x[0], high = x[0], wrong[TRIED] = {0}, step[TRIED], inverse[TRIED], all = 0;
-    int8_t made[CODE_BLOCK / 2] = {0};
+    int8_t made[CODE_BLOCK / 2];
     *scale = 0x7fc0; /* not a number */
     if (most_of(x) >= 0x7f800000) {
         memset(made, 0x88, sizeof made);

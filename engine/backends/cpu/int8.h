@@ -8,7 +8,7 @@
 #include "native.h"
 #include "vectors.h"
 
-#define GROUPS 8       /* of a block: four columns of each row of a panel lie together */
+#define GROUPS 8        /* of a block: four columns of each row of a panel lie together */
 #define MOST_VECTORS 16 /* in a tile, of any form */
 
 /* Bytes of the codes of a panel's block. */

@@ -115,7 +115,10 @@ class CudaBackend(Backend):
         return f"policy {policy.name!r} has code of its own" if own_code(policy) else ""
 
     def decode(self, batch: Batch, counts: Counts) -> Tensor:
-        """See :class:`mmkv.engine.backends.base.Backend`: one replay, evictions included."""
+        """See :class:`mmkv.engine.backends.base.Backend`: one replay, evictions included.
+
+        Of several tokens of a sequence one replay, too; nothing is evicted then.
+        """
         if len(batch.runs) < len(batch.seqs):
             logits = self._graphs().check(batch)
             counts.appended = 1

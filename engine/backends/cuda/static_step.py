@@ -437,7 +437,7 @@ class GraphRunner:
             first = [run.start for run in runs]
             burst = Burst.of(batch)
             _, row = self._make_room(batch, burst, first, max(sizes), length)
-            count = each * _power_of_two(len(runs))
+            count = each * power_of_two(len(runs))
             step, graphs = self._step(count, 0, False, 1, row=row, tokens=each)
             slots = step.room.slots.fill_(-1).unflatten(0, (-1, each))
             for size in set(sizes):
@@ -468,7 +468,7 @@ class GraphRunner:
         # All that the host has to know of the cache, in one read.
         length = self.cache.length[[batch.seqs[index] for index in going]].flatten(1).cpu()
         most, row = self._make_room(batch, burst, going, steps, length)
-        count = _power_of_two(len(going))
+        count = power_of_two(len(going))
         own = None if draws is None else [draws[index] for index in going]
         penalised = own is not None and any(draw.penalises for draw in own)
         step, graphs = self._step(count, len(stop), own is not None, most, penalised, row)
@@ -541,7 +541,7 @@ class GraphRunner:
         cache, pool = self.cache, self.cache.pool
         longest = int(length.max())
         held = cache.needed_pages(length)
-        room = max(_power_of_two(longest + steps), _LEAST_ROOM)
+        room = max(power_of_two(longest + steps), _LEAST_ROOM)
         # No row becomes longer than the context, which a caller has seen to for these steps.
         ahead = max(min(room, self.model.spec.max_position) - longest, steps)
         (pages, _), (wanted, largest) = (
@@ -622,7 +622,7 @@ class GraphRunner:
         row: int = 1,
         tokens: int = 1,
     ) -> tuple[StaticStep, Graphs | None]:
-        stops = _power_of_two(max(stops, _LEAST_STOPS))
+        stops = power_of_two(max(stops, _LEAST_STOPS))
         key = (batch, stops, drawn, penalised, tokens)
         known = self._steps.get(key)
         if known is None or not known[0].fits(entries, row):
@@ -630,7 +630,7 @@ class GraphRunner:
             self._steps = {k: v for k, v in self._steps.items() if k != key and v[0].fits()}
             del known
             # Captures are slow: room to grow.
-            most, part = _power_of_two(entries), max(_power_of_two(row) // 8, _LEAST_ROOM // 8)
+            most, part = power_of_two(entries), max(power_of_two(row) // 8, _LEAST_ROOM // 8)
             cells = -(-row // part) * part
             steps = MOST_STEPS if tokens == 1 else 1
             sizes = batch, steps, stops, drawn, most, penalised, cells, tokens
@@ -711,6 +711,6 @@ class GraphRunner:
                 step.said.fill(draws)
 
 
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
     """Return the smallest power of two from ``count`` on."""
     return 1 << (count - 1).bit_length()

@@ -255,9 +255,8 @@ def decode_kernel(
         if TOKENS == 1:
             own += ((row % HEADS) * G + g)[:, None] * query_head
         else:
-            own += (g // G)[:, None] * query_batch + ((row % HEADS) * G + g % G)[
-                :, None
-            ] * query_head
+            own += (g // G)[:, None] * query_batch
+            own += ((row % HEADS) * G + g % G)[:, None] * query_head
         q = tl.load(own + d[None, :], mask=live, other=0.0)
         entry = pages.to(tl.int64) * P + (at + batch_slot) % P
         if WINDOW > 0:
