@@ -45,7 +45,7 @@ from mmkv.engine.scorer_state import has_on_append, has_on_step, sequence_memory
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import load_session
 from mmkv.engine.steps import decode_step, decode_steps
-from mmkv.engine.system import give_back
+from mmkv.engine.system import give_back, keep_freed
 
 _LOADING = {"model", "adapter", "lookahead", "device", "dtype", "weights", "threads"}
 _FEATURES = 8  # the share of a limit that features of pictures may take: one of so many
@@ -223,6 +223,7 @@ class Runtime:
         )
         engine = cls.from_parts(config, family, spec, weights)
         if engine.device.type == "cpu":
+            keep_freed()
             give_back()
         return engine
 

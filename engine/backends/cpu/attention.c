@@ -354,10 +354,7 @@ INLINE lanes shares_of(lanes score, float highest, float scale)
  * of before count now. */
 static float soften(float *scores, int64_t count, float scale, struct seen *seen)
 {
-    float highest = seen->highest;
-#pragma omp simd reduction(max : highest)
-    for (int64_t i = 0; i < count; i++)
-        highest = scores[i] > highest ? scores[i] : highest;
+    float highest = greatest_of(scores, count, seen->highest);
     lanes sum = {0};
     for (int64_t i = 0; i < count; i += LANES) {
         int64_t some = count - i < LANES ? count - i : LANES;

@@ -68,10 +68,14 @@ INLINE void add_products(const float *const *a, const float *b, int64_t stride, 
 static void score(const float *const *a, const float *keys, int64_t dim, int64_t count, float *scores)
 {
     for (int64_t at = 0; at < count; at += VECTORS * LANES) {
-        lanes sums[ROWS][VECTORS] = {{{0}}};
+        lanes sums[ROWS][VECTORS];
+        UNROLLED for (int r = 0; r < ROWS; r++)
+            UNROLLED for (int v = 0; v < VECTORS; v++)
+                sums[r][v] = (lanes){0};
         add_products(a, keys + at, WIDE, dim, VECTORS, sums);
-        for (int r = 0; r < ROWS; r++)
-            memcpy(scores + r * STRETCH + at, sums[r], sizeof sums[r]);
+        UNROLLED for (int r = 0; r < ROWS; r++)
+            UNROLLED for (int v = 0; v < VECTORS; v++)
+                memcpy(scores + r * STRETCH + at + v * LANES, &sums[r][v], sizeof(lanes));
     }
 }
 
@@ -113,17 +117,13 @@ static void mix(const float *const *shares, const float *values, int64_t filled,
  * `end`, becomes 0. Returns how much less the sums of before count now. */
 static float soften(float *scores, int64_t count, int64_t end, float scale, float *highest, float *shares)
 {
-    float most = *highest;
-    for (int64_t i = count; i % LANES; i++)
-        scores[i] = -INFINITY; /* of a last vector: hardly anything beside a sum of 1 or more */
-#pragma omp simd reduction(max : most)
-    for (int64_t i = 0; i < count; i++)
-        most = scores[i] > most ? scores[i] : most;
+    float most = greatest_of(scores, count, *highest);
     lanes sum = {0};
     for (int64_t i = 0; i < count; i += LANES) {
-        lanes share = exp_lanes((load(scores + i) - most) * scale);
-        memcpy(scores + i, &share, sizeof share);
-        sum += share;
+        int64_t some = count - i < LANES ? count - i : LANES;
+        lanes share = exp_lanes((load_some(scores + i, some, -INFINITY) - most) * scale);
+        store_some(share, some, scores + i);
+        sum += share; /* of a last vector: hardly anything beside a sum of 1 or more */
     }
     if (count < end)
         memset(scores + count, 0, sizeof *scores * (size_t)(end - count));

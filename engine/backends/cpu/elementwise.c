@@ -1,7 +1,7 @@
 /* What is between products, one token after the other: RMSNorm, RoPE and the gate of the MLP. A token's
  * numbers do not depend, not in one bit, on other tokens or on threads. */
 #include "native.h"
-#include "vmath.h"
+#include "vectors.h"
 
 void rotate(float *x, const float *restrict cos, const float *restrict sin, int64_t half)
 {
@@ -13,18 +13,24 @@ void rotate(float *x, const float *restrict cos, const float *restrict sin, int6
     }
 }
 
+/* to [count] = activation(gate), times `up` where there is one. */
+INLINE void activated(const float *gate, const float *up, int64_t count, int is_gelu, float *to)
+{
+    for (int64_t i = 0; i < count; i += LANES) {
+        int64_t some = count - i < LANES ? count - i : LANES;
+        lanes x = load_some(gate + i, some, 0), made = is_gelu ? gelu_lanes(x) : silu_lanes(x);
+        store_some(up ? made * load_some(up + i, some, 0) : made, some, to + i);
+    }
+}
+
 void silu(float *x, int64_t from, int64_t to)
 {
-#pragma omp simd
-    for (int64_t i = from; i < to; i++)
-        x[i] = silu_float(x[i]);
+    activated(x + from, 0, to - from, 0, x + from);
 }
 
 void gelu(float *x, int64_t from, int64_t to)
 {
-#pragma omp simd
-    for (int64_t i = from; i < to; i++)
-        x[i] = gelu_float(x[i]);
+    activated(x + from, 0, to - from, 1, x + from);
 }
 
 /* y [tokens, size]: the norms of x [tokens, size]. */
@@ -59,15 +65,10 @@ EXPORT void mmkv_gated(const float *x, int64_t tokens, int64_t inner, int64_t is
 #pragma omp parallel for num_threads((int)threads) if (threads > 1)
     for (int64_t token = 0; token < tokens; token++) {
         const float *gate = x + token * 2 * inner, *up = gate + inner;
-        float *restrict to = y + token * inner;
-        if (is_gelu) {
-#pragma omp simd
-            for (int64_t i = 0; i < inner; i++)
-                to[i] = gelu_float(gate[i]) * up[i];
-            continue;
-        }
-#pragma omp simd
-        for (int64_t i = 0; i < inner; i++)
-            to[i] = silu_float(gate[i]) * up[i];
+        float *to = y + token * inner;
+        if (is_gelu)
+            activated(gate, up, inner, 1, to);
+        else
+            activated(gate, up, inner, 0, to);
     }
 }

@@ -11,20 +11,10 @@
 
 static const struct int8_form *chosen;
 
-static int64_t tiles_of(int64_t count, int64_t bits, int64_t blocks)
+static int64_t tiles_of(int64_t count, int64_t bits)
 {
-    int64_t each = vectors_of(chosen, bits, blocks);
+    int64_t each = vectors_of(chosen, bits);
     return (count + each - 1) / each;
-}
-
-/* The nearest whole number, even where two are as near. */
-INLINE float whole(float x)
-{
-#if defined(__SSE4_1__) || defined(__aarch64__)
-    return rintf(x); /* one instruction; the form below could become a fused multiply-add */
-#else
-    return (x + 12582912.0f) - 12582912.0f;
-#endif
 }
 
 /* The vectors of one of the tiles that `count` vectors are divided into. */
@@ -60,24 +50,40 @@ INLINE int32_t most_of(const float *restrict x)
     return greatest;
 }
 
-/* Round a block of one vector: its codes go to `codes`, four by four, `stride` bytes apart. */
-static void code_block(const float *restrict x, int8_t *restrict codes, int64_t stride, float *scale,
-                       int32_t *shift)
+#define RUN 16 /* blocks of a vector or row that are rounded together */
+
+/* Round `count` blocks of a vector, which are blocks of a tile of `each` vectors: a block's codes go to
+ * `codes` four by four, `stride` bytes apart. shift: NULL where it is not read. */
+INLINE void code_run(const float *restrict x, int64_t count, int64_t each, int8_t *restrict codes,
+                     int64_t stride, float *restrict scale, int32_t *restrict shift)
 {
-    int32_t most = most_of(x), sum = 0;
-    int8_t made[CODE_BLOCK];
-    float greatest = with_bits((uint32_t)most);
-    float inverse = greatest >= LEAST_CODED && most < 0x7f800000 ? 127.0f / greatest : 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < CODE_BLOCK; i++) {
-        int32_t code = most < 0x7f800000 ? (int32_t)whole(x[i] * inverse) : 0;
-        made[i] = (int8_t)code;
-        sum += code;
+    int32_t most[RUN];
+    float step[RUN], inverse[RUN];
+    for (int64_t b = 0; b < count; b++)
+        most[b] = most_of(x + b * CODE_BLOCK);
+#pragma omp simd
+    for (int64_t b = 0; b < count; b++) {
+        float greatest = with_bits((uint32_t)most[b]);
+        step[b] = most[b] < 0x7f800000 ? greatest / 127.0f : NAN;
+        inverse[b] = greatest >= LEAST_CODED && most[b] < 0x7f800000 ? 127.0f / greatest : 0.0f;
     }
-    for (int group = 0; group < GROUPS; group++)
-        memcpy(codes + group * stride, made + 4 * group, 4);
-    *scale = most < 0x7f800000 ? greatest / 127.0f : NAN;
-    *shift = -128 * sum;
+    for (int64_t b = 0; b < count; b++, codes += each * CODE_BLOCK) {
+        int8_t made[CODE_BLOCK];
+        lanes sum = {0}; /* of whole numbers: exact */
+        UNROLLED for (int i = 0; i < CODE_BLOCK; i += LANES) {
+            lanes_int code = nearest(load(x + b * CODE_BLOCK + i) * inverse[b]);
+            code = most[b] < 0x7f800000 ? code : (lanes_int){0};
+            lanes_int8 bytes = __builtin_convertvector(code, lanes_int8);
+            memcpy((stride == 4 ? codes : made) + i, &bytes, sizeof bytes);
+            sum += __builtin_convertvector(code, lanes);
+        }
+        if (stride != 4)
+            UNROLLED for (int group = 0; group < GROUPS; group++)
+                memcpy(codes + group * stride, made + 4 * group, 4);
+        scale[b * each] = step[b];
+        if (shift)
+            shift[b * each] = -128 * (int32_t)total(sum);
+    }
 }
 
 /* Round one of `parts` parts of `count` vectors of `width` numbers; the last block is filled with
@@ -85,22 +91,27 @@ static void code_block(const float *restrict x, int8_t *restrict codes, int64_t 
 void code_part(struct vectors x, int64_t bits, int64_t width, int64_t count, int64_t part,
                int64_t parts, struct codes to)
 {
-    int64_t tiles = tiles_of(count, bits, to.blocks);
+    int64_t tiles = tiles_of(count, bits), full = width / CODE_BLOCK;
     for (int64_t index = tiles * part / parts; index < tiles * (part + 1) / parts; index++) {
         struct tile tile = tile_of(count, tiles, index);
         struct codes mine = codes_of(to, tile);
         int beside = tile.count > chosen->vectors;
-        int64_t next = beside ? CODE_BLOCK : 4, group = beside ? 4 : 4 * tile.count; /* bytes further on */
-        for (int64_t v = 0; v < tile.count; v++)
-            for (int64_t block = 0; block < to.blocks; block++) {
-                const float *from = x.at + (tile.first + v) * x.stride + block * CODE_BLOCK;
-                int64_t at = block * tile.count, left = width - block * CODE_BLOCK;
+        int64_t next = beside ? CODE_BLOCK : 4, stride = beside ? 4 : 4 * tile.count; /* bytes further on */
+        for (int64_t v = 0; v < tile.count; v++) {
+            const float *from = x.at + (tile.first + v) * x.stride;
+            for (int64_t block = 0; block < to.blocks;) {
+                int64_t run = full - block < RUN ? full - block : RUN, at = block * tile.count;
                 float rest[CODE_BLOCK] = {0};
-                if (left < CODE_BLOCK)
-                    from = memcpy(rest, from, sizeof *rest * (size_t)left);
-                code_block(from, mine.at + at * CODE_BLOCK + next * v, group,
-                           mine.scale + at + v, mine.shift + at + v);
+                const float *some = from + block * CODE_BLOCK;
+                if (!run) {
+                    memcpy(rest, some, sizeof *rest * (size_t)(width % CODE_BLOCK));
+                    some = rest, run = 1;
+                }
+                code_run(some, run, tile.count, mine.at + at * CODE_BLOCK + next * v, stride,
+                         mine.scale + at + v, beside ? 0 : mine.shift + at + v);
+                block += run;
             }
+        }
     }
 }
 
@@ -130,10 +141,12 @@ EXPORT const char *mmkv_int8_form(const char *name)
 void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64_t count,
                int64_t from, int64_t to, int add)
 {
-    int64_t tiles = tiles_of(count, map->bits, x.blocks);
+    int64_t tiles = tiles_of(count, map->bits), started = 0;
     for (int64_t index = 0; index < tiles; index++) {
         struct tile tile = tile_of(count, tiles, index);
         struct codes in = codes_of(x, tile);
+        if (tile.count > chosen->vectors && tile.count != started)
+            chosen->start(started = tile.count);
         for (int64_t panel = from / INT8_PANEL; panel * INT8_PANEL < to; panel++) {
             float made[MOST_VECTORS * INT8_PANEL];
             int64_t start = panel * INT8_PANEL, at = panel * x.blocks * INT8_PANEL;
@@ -145,6 +158,8 @@ void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64
                          y.at + (tile.first + v) * y.stride);
         }
     }
+    if (started)
+        chosen->stop();
 }
 
 void int8_row(const struct linear *map, int64_t row, float *to)
@@ -158,8 +173,6 @@ void int8_row(const struct linear *map, int64_t row, float *to)
         to[i] = (float)code * from_bf16(map->scales[block * INT8_PANEL + line]);
     }
 }
-
-#define RUN 16 /* blocks of a row that are rounded together: so much of a panel stays in the cache */
 
 /* A block's codes of a row go to its panel four by four: those of all rows alternate. */
 INLINE void put_codes(const int8_t *from, int groups, int8_t *to)
@@ -201,6 +214,16 @@ INLINE lanes round_8(const float (*x)[CODE_BLOCK], int64_t count, int8_t *codes,
         scales[b * INT8_PANEL] = (uint16_t)(bits_of(step[b]) >> 16);
     }
     return wrong;
+}
+
+/* The nearest whole number, even where two are as near. */
+INLINE float whole(float x)
+{
+#if defined(__SSE4_1__) || defined(__aarch64__)
+    return rintf(x); /* one instruction; the form below could become a fused multiply-add */
+#else
+    return (x + 12582912.0f) - 12582912.0f;
+#endif
 }
 
 #define TRIED 16 /* steps that a block in 4 bits is rounded by, as DIVISORS of rounded.py has it */

@@ -28,16 +28,16 @@ struct int8_form {
     int (*runs)(void);
     panel_product *product;
     int64_t vectors; /* in a tile */
-    int64_t wide;    /* in a tile of codes of 8 bits in long rows, where that is more, or 0 */
+    int64_t wide;    /* in a tile of codes of 8 bits, where that is more, or 0 */
+    void (*start)(int64_t count); /* before a wide tile of so many vectors is multiplied by panels */
+    void (*stop)(void);           /* and after it */
 };
 
-#define LONG_ROW 32 /* blocks: of shorter ones a wide tile gains nothing */
-
-/* The vectors of a tile of rows of so many blocks. In one of more than `form->vectors` each vector has its
- * codes of a block side by side, else four of each vector in turn. */
-INLINE int64_t vectors_of(const struct int8_form *form, int64_t bits, int64_t blocks)
+/* The vectors of a tile. In one of more than `form->vectors` each vector has its codes of a block side by
+ * side, else four of each vector in turn. */
+INLINE int64_t vectors_of(const struct int8_form *form, int64_t bits)
 {
-    return form->wide && bits == 8 && blocks >= LONG_ROW ? form->wide : form->vectors;
+    return form->wide && bits == 8 ? form->wide : form->vectors;
 }
 
 /* The form of that name, or for "" the best that the CPU can run; NULL where there is none. */

@@ -221,30 +221,30 @@ INLINE TARGET_512 void tile_avx512vnni(const int8_t *codes, const uint16_t *scal
                                        struct codes x, int count, float *made)
 {
     __m512 sum[TILE_512];
-    for (int v = 0; v < count; v++)
+    UNROLLED for (int v = 0; v < count; v++)
         sum[v] = _mm512_setzero_ps();
     for (int64_t block = 0; block < x.blocks; block++) {
         const int8_t *at = codes + block * block_bytes(bits), *input = x.at + block * CODE_BLOCK * count;
         __m512i dot[TILE_512];
-        for (int v = 0; v < count; v++)
+        UNROLLED for (int v = 0; v < count; v++)
             dot[v] = _mm512_set1_epi32(FIRST_SUM_UNSIGNED(v));
         for (int group = 0; group < GROUPS; group += 8 / bits, at += 4 * INT8_PANEL) {
             __m512i bytes = _mm512_loadu_si512((const void *)at);
             for (int part = 0; part < 8 / bits; part++) {
                 __m512i weight = part_512(bytes, part, bits);
-                for (int v = 0; v < count; v++) {
+                UNROLLED for (int v = 0; v < count; v++) {
                     const int8_t *from = input + 4 * ((group + part) * count + v);
                     dot[v] = _mm512_dpbusd_epi32(dot[v], weight, _mm512_set1_epi32(four_codes(from)));
                 }
             }
         }
         __m512 scale = scales_512(scales + block * INT8_PANEL);
-        for (int v = 0; v < count; v++) {
+        UNROLLED for (int v = 0; v < count; v++) {
             __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[block * count + v]));
             sum[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[v]), both, sum[v]);
         }
     }
-    for (int v = 0; v < count; v++)
+    UNROLLED for (int v = 0; v < count; v++)
         _mm512_storeu_ps(made + v * INT8_PANEL, sum[v]);
 }
 
@@ -274,49 +274,74 @@ static int runs_avx512vnni(void)
 #define HAS_AMX
 #define TARGET_AMX TARGET("avx512f,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8")
 #define TILE_AMX 16
-#define LATE 3 /* blocks by which sums are read later: what AMX stores is long on its way */
+#define LATE 4  /* blocks by which sums are read later: what AMX stores is long on its way */
+#define KEPT 8  /* blocks whose sums are there */
+#define AHEAD 4 /* blocks of weights that are asked for before they are read */
 
-/* What its registers hold: 0 sums, 1 codes of vectors, 2 weights. Every other block has 3, 4 and 5. */
+/* Its registers hold: 0 and 1 sums, 4 and 5 codes of vectors, 6 and 7 weights. */
 struct amx_setting {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16]; /* of a row */
     uint8_t rows[16];
 };
 
-#define BLOCK_AMX(sums, vectors, weights)                                                          \
+static TARGET_AMX void start_amx(int64_t count)
+{
+    uint8_t some = (uint8_t)count;
+    /* volatile: gcc's function names 8 bytes of it to the compiler, which would leave out the others */
+    volatile struct amx_setting setting = {
+        .palette = 1,
+        .bytes = {64, 64, 0, 0, CODE_BLOCK, CODE_BLOCK, 64, 64},
+        .rows = {some, some, 0, 0, some, some, GROUPS, GROUPS},
+    };
+    _tile_loadconfig((const void *)&setting);
+}
+
+static TARGET_AMX void stop_amx(void)
+{
+    _tile_release();
+}
+
+#define MULTIPLY_AMX(block, sums, vectors, weights)                                                \
     {                                                                                              \
-        _tile_loadd(vectors, input, CODE_BLOCK);                                                   \
+        const int8_t *weight = codes + (block)*block_bytes(8);                                     \
+        _tile_loadd(vectors, x.at + (block)*CODE_BLOCK * count, CODE_BLOCK);                       \
         _tile_loadd(weights, weight, 4 * INT8_PANEL);                                              \
+        for (int64_t line = 0; line < block_bytes(8); line += 64)                                  \
+            __builtin_prefetch(weight + AHEAD * block_bytes(8) + line);                            \
         _tile_zero(sums);                                                                          \
         _tile_dpbssd(sums, vectors, weights);                                                      \
-        _tile_stored(sums, dots[block % (LATE + 1)], 4 * INT8_PANEL);                              \
     }
 
 INLINE TARGET_AMX void tile_amx(const int8_t *codes, const uint16_t *scales, struct codes x, int count,
                                 float *made)
 {
-    int32_t dots[LATE + 1][TILE_AMX * INT8_PANEL] __attribute__((aligned(64)));
+    int32_t dots[KEPT][TILE_AMX * INT8_PANEL] __attribute__((aligned(64)));
     __m512 sum[TILE_AMX];
-    for (int v = 0; v < count; v++)
+    UNROLLED for (int v = 0; v < count; v++)
         sum[v] = _mm512_setzero_ps();
-    for (int64_t block = 0; block < x.blocks + LATE; block++) {
-        const int8_t *weight = codes + block * block_bytes(8), *input = x.at + block * CODE_BLOCK * count;
-        if (block < x.blocks && block % 2)
-            BLOCK_AMX(3, 4, 5)
-        else if (block < x.blocks)
-            BLOCK_AMX(0, 1, 2)
-        int64_t ready = block - LATE;
-        if (ready < 0)
-            continue;
-        const int32_t *dot = dots[ready % (LATE + 1)];
-        __m512 scale = scales_512(scales + ready * INT8_PANEL);
-        for (int v = 0; v < count; v++) {
-            __m512i whole = _mm512_load_si512((const void *)(dot + v * INT8_PANEL));
-            __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[ready * count + v]));
-            sum[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), both, sum[v]);
+    for (int64_t block = 0, ready = -LATE; ready < x.blocks; block += 2) {
+        if (block < x.blocks)
+            MULTIPLY_AMX(block, 0, 4, 6)
+        if (block + 1 < x.blocks)
+            MULTIPLY_AMX(block + 1, 1, 5, 7)
+        if (block < x.blocks)
+            _tile_stored(0, dots[block % KEPT], 4 * INT8_PANEL);
+        if (block + 1 < x.blocks)
+            _tile_stored(1, dots[(block + 1) % KEPT], 4 * INT8_PANEL);
+        for (int both = 0; both < 2; both++, ready++) {
+            if (ready < 0 || ready >= x.blocks)
+                continue;
+            const int32_t *dot = dots[ready % KEPT];
+            const float *scale = x.scale + ready * count;
+            __m512 weight = scales_512(scales + ready * INT8_PANEL);
+            UNROLLED for (int v = 0; v < count; v++) {
+                __m512 whole = _mm512_cvtepi32_ps(_mm512_load_si512((const void *)(dot + v * INT8_PANEL)));
+                sum[v] = _mm512_fmadd_ps(whole, _mm512_mul_ps(weight, _mm512_set1_ps(scale[v])), sum[v]);
+            }
         }
     }
-    for (int v = 0; v < count; v++)
+    UNROLLED for (int v = 0; v < count; v++)
         _mm512_storeu_ps(made + v * INT8_PANEL, sum[v]);
 }
 
@@ -326,14 +351,6 @@ INLINE TARGET_AMX void tile_amx(const int8_t *codes, const uint16_t *scales, str
 static TARGET_AMX void product_amx(const int8_t *codes, const uint16_t *scales, int64_t bits,
                                    struct codes x, int64_t count, float *made)
 {
-    if (count <= TILE_512) {
-        product_avx512vnni(codes, scales, bits, x, count, made);
-        return;
-    }
-    uint8_t some = (uint8_t)count;
-    struct amx_setting setting = {
-        .palette = 1, .bytes = {64, 32, 64, 64, 32, 64}, .rows = {some, some, GROUPS, some, some, GROUPS}};
-    _tile_loadconfig(&setting);
     switch (count) {
         CASE_AMX(9)
         CASE_AMX(10)
@@ -343,8 +360,8 @@ static TARGET_AMX void product_amx(const int8_t *codes, const uint16_t *scales, 
         CASE_AMX(14)
         CASE_AMX(15)
         CASE_AMX(16)
+    default: product_avx512vnni(codes, scales, bits, x, count, made);
     }
-    _tile_release();
 }
 
 /* The system keeps its registers for processes that have asked for it. */
@@ -447,20 +464,20 @@ static int runs_neon(void)
 
 static const struct int8_form FORMS[] = { /* best first */
 #ifdef HAS_AMX
-    {"amx", runs_amx, product_amx, TILE_512, TILE_AMX},
+    {"amx", runs_amx, product_amx, TILE_512, TILE_AMX, start_amx, stop_amx},
 #endif
 #ifdef __AVX512BW__
-    {"avx512vnni", runs_avx512vnni, product_avx512vnni, TILE_512, 0},
+    {"avx512vnni", runs_avx512vnni, product_avx512vnni, TILE_512, 0, 0, 0},
 #endif
 #ifdef HAS_AVX_VNNI
-    {"avxvnni", runs_avxvnni, product_avxvnni, TILE_256, 0},
+    {"avxvnni", runs_avxvnni, product_avxvnni, TILE_256, 0, 0, 0},
 #endif
 #ifdef __AVX2__
-    {"avx2", always, product_avx2, TILE_256, 0},
+    {"avx2", always, product_avx2, TILE_256, 0, 0, 0},
 #elif defined(__aarch64__)
-    {"neon", runs_neon, product_neon, TILE_NEON, 0},
+    {"neon", runs_neon, product_neon, TILE_NEON, 0, 0, 0},
 #endif
-    {"portable", always, portable, MOST_VECTORS, 0},
+    {"portable", always, portable, MOST_VECTORS, 0, 0, 0},
 };
 
 const struct int8_form *int8_form_of(const char *name)

@@ -9,7 +9,7 @@
 #include "native.h"
 #include "vectors.h"
 
-#define PRODUCT_WEIGHTS (64 * 1024) /* in a chunk of mmkv_product: they stay in the second cache */
+#define PRODUCT_BYTES (256 * 1024) /* of weights in a chunk of mmkv_product: they stay in the second cache */
 
 static inline void dot4(const float *weight, int64_t width, const float *restrict x, float *sum)
 {
@@ -74,7 +74,10 @@ INLINE lanes load_part(const float *from, int64_t left)
 INLINE void tile(const struct linear *map, struct vectors x, struct vectors y, int64_t row, int add,
                  int rows, int slots)
 {
-    lanes sum[2 * ROWS_TOGETHER][TILE_SLOTS] = {0}, input[TILE_SLOTS];
+    lanes sum[2 * ROWS_TOGETHER][TILE_SLOTS], input[TILE_SLOTS];
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int s = 0; s < slots; s++)
+            sum[r][s] = (lanes){0};
     const float *from = map->weight + row * map->in;
     int64_t at = 0, width = map->in, left = width % LANES;
     for (; at < width - left; at += LANES) {
@@ -131,11 +134,21 @@ static void few(const struct linear *map, struct vectors x, struct vectors y, in
     }
 }
 
+INLINE void put(const float *restrict sums, const float *restrict bias, int64_t count, int add, float *restrict y)
+{
+#pragma omp simd
+    for (int64_t row = 0; row < count; row++)
+        y[row] = (add ? y[row] : 0.0f) + (sums[row] + (bias ? bias[row] : 0.0f));
+}
+
 /* Write the sums of rows from .. to-1 (sums[0]: of row `from`), with their bias, to `y`, or add them. */
 void put_rows(const struct linear *map, const float *sums, int64_t from, int64_t to, int add, float *y)
 {
-    for (int64_t row = from; row < to; row++)
-        y[row] = (add ? y[row] : 0.0f) + (sums[row - from] + (map->bias ? map->bias[row] : 0.0f));
+    const float *bias = map->bias ? map->bias + from : 0;
+    if (to - from == INT8_PANEL)
+        put(sums, bias, INT8_PANEL, add, y + from);
+    else
+        put(sums, bias, to - from, add, y + from);
 }
 
 /* y or y += weight x + bias for rows from .. to-1: the vectors a few at a time, which stay in the
@@ -201,7 +214,9 @@ EXPORT void mmkv_product(const struct linear *map, float *x, float *y, int64_t t
                          int64_t threads, float *scratch)
 {
     int64_t tile = rows_together(map);
-    int64_t rows = PRODUCT_WEIGHTS / map->in / tile * tile;
+    int64_t each = (map->out / threads + tile - 1) / tile * tile, bytes = map->codes ? 1 : map->bf16 ? 2 : 4;
+    int64_t rows = PRODUCT_BYTES / bytes / map->in / tile * tile;
+    rows = rows < each ? rows : each; /* of a thread */
     rows = rows > tile ? rows : tile;
     int64_t chunks = (map->out + rows - 1) / rows;
     struct vectors in = {.at = x, .stride = map->in}, out = {.at = y, .stride = map->out};

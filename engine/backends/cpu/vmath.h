@@ -34,11 +34,4 @@ static inline float silu_float(float x)
     return x / (1.0f + exp_float(x < -64.0f ? 64.0f : -x));
 }
 
-/* x times the logistic function of 2 u: half of x times 1 + tanh(u), the usual approximation of GELU. */
-static inline float gelu_float(float x)
-{
-    float twice = 1.595769122f * (x + 0.044715f * x * x * x); /* 2 sqrt(2 / pi) */
-    return x / (1.0f + exp_float(twice < -64.0f ? 64.0f : -twice));
-}
-
 #endif

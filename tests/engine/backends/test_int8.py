@@ -270,7 +270,7 @@ def test_c_rounds_to_the_same_codes(
 
 
 @needs_native
-@pytest.mark.parametrize("width", [50, 1050])
+@pytest.mark.parametrize("width", [20, 50, 150, 1050])
 def test_a_row_does_not_depend_on_its_company_or_on_threads(
     width: int, multiply: native.Product, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
