@@ -439,7 +439,8 @@ class ChunkPass:
         self._chunks = [_chunk(*parts) for parts in zip(sessions, self._turns, ropes, strict=True)]
         self._tapped, step = [], PackedChunks(self._chunks)
         stacks = _joined(deepstacks, self._counts)
-        return torch.cat(hidden), (cos, sin), step, stacks, self._tapped, step
+        states = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+        return states, (cos, sin), step, stacks, self._tapped, step
 
     def _run_layers(self, until: float | None) -> tuple[Tensor, Tensor | None] | None:
         """Return what the decoder does: states of the last tokens and log_beta; None: left."""

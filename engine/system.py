@@ -45,8 +45,8 @@ def give_back() -> None:
 def keep_freed() -> None:
     """Have the heap keep up to 64 MiB that nobody uses, where C's library is glibc.
 
-    By itself it gives memory back whenever a chunk of a prompt is done, and the kernel clears the
-    pages anew for the next one. For a process that reads prompts all the time.
+    By itself it gives memory back whenever a layer of a prompt is done, and the kernel clears the
+    pages anew for the next one.
     """
     if _trim() is not None:
         for name, size in ((_M_MMAP_THRESHOLD, 2**25), (_M_TRIM_THRESHOLD, 2**26)):

@@ -229,8 +229,9 @@ class RaggedCache:
         table[row[which] * width + column] = pages
         self.length.view(-1)[row] = before + count
         index = before[:, None] + torch.arange(count, device=row.device)
-        page = table[row[:, None] * width + index.div(size, rounding_mode="floor")]
-        slot = page * size + index % size
+        # In place: of a chunk each of these has 8 bytes for every entry.
+        column = index.div(size, rounding_mode="floor").add_(row[:, None] * width)
+        slot = table[column].mul_(size).add_(index.remainder_(size))
         if self.pool.state_size:
             self.pool.state.flatten(0, 1)[slot.flatten()] = 0
         return slot.view(seqs.numel(), self.layers, self.kv_heads, count)

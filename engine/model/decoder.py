@@ -21,7 +21,7 @@ from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 
 # Tokens that go through an MLP or a projection at once on a CPU. What is between its matrices is by
 # far the largest of a chunk, and a product of so many is no slower than one of more.
-_MLP_TOKENS = 256
+_TOGETHER = 256
 
 
 class StepAttention(Protocol):
@@ -179,10 +179,11 @@ class Decoder:
             entry = self.spec.entry_index[index]
             if entry is not None:
                 self._gate(entry, x, chunks, gate_logits)
-            if index == final and ending is not None:
-                hidden = self._last_layer(hidden, x, rope, ending)
-            else:
-                hidden = self.layer(index, hidden, x, rope, step, deepstack)
+            inputs = self._inputs(index, x, rope)
+            del x
+            last = ending if index == final else None
+            hidden = self._mixed(index, hidden, inputs, step, last)
+            hidden = self._after_mlp(index, hidden, deepstack)
             if index in self.taps:
                 kept[index] = hidden
             yield
@@ -243,21 +244,56 @@ class Decoder:
             on_keys: called with the keys ``[T, H, D]`` before and after RoPE, before attention:
                 what write gates read.
         """
+        hidden = self._mixed(index, hidden, self._inputs(index, x, rope, on_keys), step)
+        return self._after_mlp(index, hidden, deepstack)
+
+    def _inputs(
+        self,
+        index: int,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        on_keys: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> list[Tensor | None]:
+        """Return what :meth:`_mixed` takes: what :meth:`_project` makes of x, or x of a state."""
+        layer = self.weights.layers[index]
+        if layer.state_layer is not None:
+            return [x]
+        return list(self._project(x, layer, self.angles(index, rope), on_keys))
+
+    def _mixed(
+        self,
+        index: int,
+        hidden: Tensor,
+        inputs: list[Tensor | None],
+        step: StepAttention,
+        chunks: ChunkAttention | None = None,
+    ) -> Tensor:
+        """Add to the states ``[T, d]`` what attention adds, or what a layer has in its place.
+
+        Args:
+            inputs: emptied here; they are as large as all that is made of them.
+            chunks: those whose last tokens alone are asked for: the states become ``[B, d]``.
+        """
         layer, entry = self.weights.layers[index], self.spec.entry_index[index]
         if layer.state_layer is not None:
-            mixed = self._mix(index, layer, layer.state_layer, x, step)
-            hidden = hidden + self._normed_output(mixed, layer.attention_out_norm)
-            hidden = self._after_mlp(hidden, layer)
-        else:
-            assert entry is not None
-            query, key, value, gate = self._project(x, layer, self.angles(index, rope), on_keys)
+            x = inputs.pop()
+            assert x is not None
+            made = self._mix(index, layer, layer.state_layer, x, step)
+            return hidden + self._normed_output(made, layer.attention_out_norm)
+        query, key, value, gate = inputs
+        inputs.clear()
+        assert entry is not None and query is not None and key is not None and value is not None
+        if chunks is None:
             mixed = step.attend(entry, query, key, value)
-            del query, key, value  # as large as all that the MLP makes
-            hidden = self._after_attention(index, hidden, mixed, gate)
-        if index < len(deepstack):
-            where, features = deepstack[index]
-            hidden = hidden.index_add(0, where, features)
-        return hidden
+        else:
+            ends = chunks.ends()
+            mixed, hidden = chunks.attend_last(entry, query, key, value), hidden[ends]
+            gate = None if gate is None else gate[ends]
+        del query, key, value
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
+        made = self.weights.product(mixed, layer.out, layer.out_bias)
+        return self._plus(hidden, self._normed_output(made, layer.attention_out_norm))
 
     def _mix(
         self, index: int, layer: LayerWeights, by: StateLayer, x: Tensor, step: StepAttention
@@ -272,24 +308,29 @@ class Decoder:
         inputs = by.inputs(x, layer, product)
         return by.outputs(step.mix(index, by, inputs), inputs, layer, product)
 
-    def _after_attention(
-        self, index: int, hidden: Tensor, mixed: Tensor, gate: Tensor | None
+    def _after_mlp(
+        self, index: int, hidden: Tensor, deepstack: tuple[tuple[Tensor, Tensor], ...] = ()
     ) -> Tensor:
-        """Add attention's ``mixed [T, Hq D]`` to the states, and what the MLP makes of them.
-
-        ``gate [T, Hq D]``: of the output, before its sigmoid, or None.
-        """
+        """Add to the states what the MLP makes of them, and what a picture adds."""
         layer = self.weights.layers[index]
-        if gate is not None:
-            mixed = mixed * gate.sigmoid()
-        made = self.weights.product(mixed, layer.out, layer.out_bias)
-        hidden = hidden + self._normed_output(made, layer.attention_out_norm)
-        return self._after_mlp(hidden, layer)
 
-    def _after_mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
-        """Add to the states what the MLP makes of them."""
-        made = self._mlp(self._norm(hidden, layer.post_norm), layer)
-        return hidden + self._normed_output(made, layer.mlp_out_norm)
+        def mlp(part: Tensor) -> tuple[Tensor]:
+            return (self._mlp(self._norm(part, layer.post_norm), layer),)
+
+        apart = hidden.device.type == "cpu" and layer.router is None and len(hidden) > _TOGETHER
+        (made,) = self._in_blocks(mlp, hidden) if apart else mlp(hidden)
+        hidden = self._plus(hidden, self._normed_output(made, layer.mlp_out_norm))
+        if index < len(deepstack):
+            where, features = deepstack[index]
+            hidden = hidden.index_add(0, where, features)
+        return hidden
+
+    @staticmethod
+    def _plus(hidden: Tensor, made: Tensor) -> Tensor:
+        """Add to the states what a layer has just made, in inference where that lies."""
+        if torch.is_inference_mode_enabled() and made.dtype == hidden.dtype:
+            return made.add_(hidden)
+        return hidden + made
 
     def _normed_output(self, made: Tensor, gain: Tensor | None) -> Tensor:
         return made if gain is None else self._norm(made, gain)
@@ -302,17 +343,6 @@ class Decoder:
         own = slice(rot, None) if self.spec.is_local(index) else slice(rot)
         return rope[0][:, own], rope[1][:, own]
 
-    def _last_layer(
-        self, hidden: Tensor, x: Tensor, rope: tuple[Tensor, Tensor], chunks: ChunkAttention
-    ) -> Tensor:
-        """Compute the states ``[B, d]`` of each chunk's last token after the last layer."""
-        index, ends = len(self.weights.layers) - 1, chunks.ends()
-        angles = self.angles(index, rope)
-        query, key, value, gate = self._project(x, self.weights.layers[index], angles)
-        mixed = chunks.attend_last(self.spec.entry_layers - 1, query, key, value)
-        gate = None if gate is None else gate[ends]
-        return self._after_attention(index, hidden[ends], mixed, gate)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute float32 logits ``[T, vocab]`` of states ``[T, d]``."""
         weights = self.weights
@@ -323,8 +353,6 @@ class Decoder:
             matrices = plain(layer.gate_up), plain(layer.down)
             mixed = mixture(x, layer.router, *matrices, self.spec.routing, self.experts)
             return mixed if layer.shared_gate is None else mixed + self.shared_expert(x, layer)
-        if x.device.type == "cpu" and len(x) > _MLP_TOKENS:
-            return self._in_blocks(lambda part: (self._mlp(part, layer),), x)[0]
         product = self.weights.product
         gate_up = product(x, layer.gate_up, layer.gate_up_bias)
         wide = self.elementwise.gated(gate_up, self.spec.activation)
@@ -346,7 +374,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries, keys, values ``[T, heads, D]``, and the output's gate ``[T, Hq D]``."""
         spec = self.spec
-        if x.device.type == "cpu" and len(x) > _MLP_TOKENS and on_keys is None:
+        if x.device.type == "cpu" and len(x) > _TOGETHER and on_keys is None:
             made = self._in_blocks(
                 lambda *parts: [
                     part for part in self._project(parts[0], layer, parts[1:]) if part is not None
@@ -384,7 +412,7 @@ class Decoder:
 
         In inference each block is put in its place at once, so that two copies of all never stand.
         """
-        blocks = zip(*(tensor.split(_MLP_TOKENS) for tensor in tensors), strict=True)
+        blocks = zip(*(tensor.split(_TOGETHER) for tensor in tensors), strict=True)
         if not torch.is_inference_mode_enabled():
             parts = zip(*(call(*block) for block in blocks), strict=True)
             return [torch.cat(part) for part in parts]
@@ -394,7 +422,7 @@ class Decoder:
             if not made:
                 made = [part.new_empty(len(tensors[0]), *part.shape[1:]) for part in found]
             for whole, part in zip(made, found, strict=True):
-                whole[index * _MLP_TOKENS :][: len(part)] = part
+                whole[index * _TOGETHER :][: len(part)] = part
         return made
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:

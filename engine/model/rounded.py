@@ -155,7 +155,7 @@ class IntegerMatrix(Panels):
         """Return the rows ``ids [...]`` as float32 ``[..., in]``."""
         panel, row = ids // PANEL, ids % PANEL
         steps = self.scales[panel, :, row].float()
-        made = self.whole(self.codes[panel, :, :, row]) * steps.unsqueeze(-1)
+        made = self.whole(self.codes[panel, :, :, row]).mul_(steps.unsqueeze(-1))
         return made.flatten(-2)[..., : self.shape[1]]
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.errors import STOPS, BudgetError, MmkvError, SessionError, as_exception
 from mmkv.engine.runtime import Runtime
-from mmkv.engine.system import keep_freed, resident_bytes
+from mmkv.engine.system import resident_bytes
 from mmkv.resources import BUNDLED_NOTE
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
@@ -490,8 +490,6 @@ class EngineCore:
         self.pictures_counted = 0, 0  # in the metrics: asked for, found
         self._require_room()
         _set_aside(engine)
-        if engine.device.type == "cpu":
-            keep_freed()
         if settings.warm and engine.device.type == "cuda":
             compile_kernels(engine)
         if settings.warm and engine.processor.sees:
