@@ -210,6 +210,8 @@ class Runtime:
         require_named_gates(config)
         _use_threads(config)
         device = resolve_device(config.device)
+        if device.type == "cpu":
+            keep_freed()
         family, spec, weights = load(
             name,
             dtype=config.dtype,
@@ -223,7 +225,6 @@ class Runtime:
         )
         engine = cls.from_parts(config, family, spec, weights)
         if engine.device.type == "cpu":
-            keep_freed()
             give_back()
         return engine
 

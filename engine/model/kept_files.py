@@ -167,11 +167,12 @@ def _same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def make_room(place: Path, need: int, most: int | None) -> None:
+def make_room(place: Path, need: int, most: int | None, deletes: bool = True) -> None:
     """Delete the files that were used longest ago until ``need`` bytes fit.
 
     Args:
         most: bytes that all may take together; None: 20 GB, and at most half of what is free.
+        deletes: whether files of others may go.
 
     Raises:
         OSError: they never will; nothing has been deleted then.
@@ -181,8 +182,9 @@ def make_room(place: Path, need: int, most: int | None) -> None:
     held, free = sum(file.bytes for file in files), shutil.disk_usage(place).free
     most = min(MOST_BYTES, (held + free) // 2) if most is None else most
     most = min(most, held + free - _SPARE)
-    if need > most:
-        raise OSError(f"they take {format_bytes(need)}, and may take {format_bytes(max(most, 0))}")
+    left = most if deletes else most - held
+    if need > left:
+        raise OSError(f"they take {format_bytes(need)}, and may take {format_bytes(max(left, 0))}")
     while files and held + need > most:
         oldest = files.pop()
         oldest.path.unlink(missing_ok=True)

@@ -131,6 +131,7 @@ def with_panels(
     size: int,
     part: str = "text",
     settings: str = "",
+    seen: str = "",
 ) -> tuple[_T | None, str | None]:
     """Run ``read`` with the packed matrices of a checkpoint, and keep those that it made.
 
@@ -143,6 +144,7 @@ def with_panels(
         numbers: about how many numbers the matrices hold; size: about how many bytes in panels.
         part: which part of the checkpoint they are; each has a file.
         settings: what the numbers depend on beside the files.
+        seen: what :func:`identity` said of the files, where they were read before.
 
     Returns:
         What ``read`` returned, and a line on what was written or could not be; None: neither.
@@ -156,7 +158,7 @@ def with_panels(
     path = folder() / _name(files, model, form, part)
     about = {"format": FORMAT, "model": model, "form": form, "part": part}
     try:
-        return _read_kept(read, path, files, about, size, most, settings)
+        return _read_kept(read, path, files, about, size, most, settings, seen)
     except _Discarded as discarded:
         return discarded.found, None
     except OSError as error:
@@ -175,9 +177,10 @@ def _read_kept(
     size: int,
     most: int | None,
     settings: str,
+    seen: str,
 ) -> tuple[_T | None, str | None]:
     """Do as :func:`with_panels`. Raises OSError where nothing can be kept."""
-    of_these = functools.partial(_key, files, about["form"], about["part"], settings)
+    of_these = functools.partial(_key, files, about["form"], about["part"], settings, seen)
     key = of_these()
     if (store := _opened(path, key, files)) is not None:
         return read(store), None
@@ -216,8 +219,8 @@ def _name(files: Sequence[Path], model: str, form: str, part: str) -> str:
     return f"{readable}-{form}-{hashlib.sha256(places.encode()).hexdigest()[:12]}.safetensors"
 
 
-def _key(files: Sequence[Path], form: str, part: str, settings: str) -> str:
-    known = [form, part, identity(files)] + ([settings] if settings else [])
+def _key(files: Sequence[Path], form: str, part: str, settings: str, seen: str) -> str:
+    known = [form, part, seen or identity(files)] + ([settings] if settings else [])
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
@@ -355,7 +358,9 @@ class _Draft(PanelStore):
     def _fill(self, fill: Fill, rooms: Sequence[Room]) -> list[Tensor]:
         """Do as :func:`filled`: give tensors of the file."""
         if not self._tensors:
-            make_room(self._place, self._begin + self._size, self._most)
+            # Gates take no model's place: it would be packed anew, and take theirs.
+            deletes = self._about["part"] != "gates"
+            make_room(self._place, self._begin + self._size, self._most, deletes)
         count = rooms[0][0][0]
         each = [math.prod(shape[1:]) * dtype.itemsize for shape, dtype in rooms]
         start = self._reserve(0, mmap.ALLOCATIONGRANULARITY)

@@ -340,7 +340,8 @@ static void conv_span(const float *x, int64_t x_stride, int64_t tokens, const fl
             const float *a = in[0], *b = in[1], *c = in[2], *d = in[3];
 #pragma omp simd
             for (int64_t i = 0; i < count; i++)
-                out[i] = silu_float(a[i] * by[0][i] + b[i] * by[1][i] + c[i] * by[2][i] + d[i] * by[3][i]);
+                out[i] = a[i] * by[0][i] + b[i] * by[1][i] + c[i] * by[2][i] + d[i] * by[3][i];
+            silu(out, 0, count);
             continue;
         }
         for (int64_t j = 0; j < taps; j++)

@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from mmkv.engine import paths
 from mmkv.engine.errors import STOPS, GateError, first_line
-from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
+from mmkv.engine.model.fingerprint import fingerprint, identity, language_fingerprint
 from mmkv.engine.model.gates.module import (
     Gates,
     LayerGate,
@@ -62,7 +63,7 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
     """
     if str(source) == "random":
         return make_random_gates(spec)
-    path, tensors, info = _read(source)
+    path, tensors, info, seen = _read(source)
     if info is None and not any(WRITE_KEY in name for name in tensors):
         return published_gates(tensors, spec)
     if info is None or info.get("kind") == "write":
@@ -72,7 +73,7 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
         )
     _check_shape(info, spec, _SIZES)
     make = published_gates if info.get("layout") in ("rg", "rg10") else tied_gates
-    return make(tensors, spec, info)
+    return replace(make(tensors, spec, info), file=(path, seen))
 
 
 def load_write_gates(source: str | Path, spec: DecoderSpec) -> WriteGates:
@@ -87,7 +88,7 @@ def load_write_gates(source: str | Path, spec: DecoderSpec) -> WriteGates:
     """
     if str(source) == "random":
         return make_random_write_gates(spec)
-    path, tensors, info = _read(source)
+    path, tensors, info, _ = _read(source)
     if info is None and any(WRITE_KEY in name for name in tensors):
         return published_write_gates(tensors, spec)
     if info is None or info.get("kind") != "write":
@@ -105,15 +106,17 @@ def _info(path: Path) -> Any:
         return json.load(file)
 
 
-def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object] | None]:
-    """Return a gate file's path, its tensors and its ``gates.json``; None for a published file."""
+def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object] | None, str]:
+    """Return a gate file's path, its tensors, its ``gates.json``, and its identity before it was
+    read; None, and nothing, for a published file.
+    """
     path = _locate(source)
-    info = None
+    info, seen = None, ""
     try:
         if path.suffix in _PICKLES:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
         else:
-            info = _info(path)
+            info, seen = _info(path), identity([path])
             tensors = load_file(path, backend="pread")  # cut short while mapped, it would kill
     except FileNotFoundError as error:
         raise GateError(f"{path.parent} has no {_INFO}; copy it beside {path.name}") from error
@@ -136,11 +139,12 @@ def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object
             path,
             {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)},
             None,
+            seen,
         )
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         raise GateError(f"{path} is not in the format {FORMAT}; save it with this mmkv version")
     require_numbers(tensors, str(path))
-    return path, tensors, info
+    return path, tensors, info, seen
 
 
 def require_numbers(tensors: Mapping[str, object], where: str) -> None:

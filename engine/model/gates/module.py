@@ -11,12 +11,15 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.errors import GateError
+from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.product import Kernels, Matrix, Product, WeightForm, multiply, plain
 from mmkv.engine.model.spec import DecoderSpec
 
@@ -55,6 +58,8 @@ class Gates:
         exact: the same before :meth:`in_bf16`; None: these are.
         stages: weights ``[L, out, in]`` and biases ``[L, 1, out]`` of the trunks of all layers,
             which are parts of these: on a GPU, where one product for all is the faster.
+        file: where they were read from, and what :func:`identity` said of it just before; None:
+            nothing is to be kept beside it.
     """
 
     kind: str
@@ -63,6 +68,7 @@ class Gates:
     info: dict[str, object] = field(default_factory=dict)
     exact: Gates | None = None
     stages: Sequence[tuple[Tensor, Tensor]] = ()
+    file: tuple[Path, str] | None = None
 
     def logits(self, layer: int, hidden: Tensor) -> Tensor:
         """z of one layer: ``hidden [T, d]`` -> float32 ``[T, H]``."""
@@ -124,16 +130,40 @@ class Gates:
         """Do as :meth:`to`, with trunks rounded to bfloat16, and read as ``kernels`` do it.
 
         States stay float32: rounding them, too, would make ten times as much of the last bits that
-        two backends differ in. No trunk is widened on the way.
+        two backends differ in. No trunk is widened on the way. On a CPU large ones are kept packed,
+        and mapped, as the model's weights are (:func:`with_panels`).
         """
-        holding, layers = WeightForm("bf16", kernels), []
+        if self.exact is not None:
+            return self.exact.in_bf16(kernels, device, dtype)
+        holding = WeightForm("bf16", kernels)
+        read = partial(self._in_bf16, holding, device, dtype)
+        if device.type != "cpu" or self.file is None or not holding.packs:
+            return read(PanelStore())
+        path, seen = self.file
+        count = sum(math.prod(weight.shape) for gate in self.layers for weight, _ in gate.trunk)
+        size = holding.bytes_of(count)
+        model = path.parent.name
+        made, _ = with_panels(read, [path], model, "bf16", count, size, part="gates", seen=seen)
+        assert made is not None
+        return made
+
+    def _in_bf16(
+        self, holding: WeightForm, device: torch.device, dtype: torch.dtype, store: PanelStore
+    ) -> Gates:
+        layers, product = [], holding.kernels.product or multiply
         placed = self if device.type == "cpu" else self.to(device, dtype)
-        for gate in placed.layers:
-            held = [(holding.hold(plain(w)), b.to(dtype)) for w, b in gate.trunk]
-            ends = gate.readout.float(), gate.bias.float()
-            layers.append(LayerGate(held, *ends, kernels.product or multiply))
+        for index, gate in enumerate(placed.layers):
+            held = []
+            for stage, (weight, bias) in enumerate(gate.trunk):
+                pack = partial(_held, holding, weight)
+                held.append((store.matrix(f"{index}.{stage}", pack), bias.to(dtype)))
+            layers.append(LayerGate(held, gate.readout.float(), gate.bias.float(), product))
         stages = placed.stages if all(w.dtype == torch.bfloat16 for w, _ in placed.stages) else ()
         return Gates(self.kind, layers, self.tensors, self.info, self, stages)
+
+
+def _held(holding: WeightForm, weight: Matrix) -> Matrix:
+    return holding.hold(plain(weight))
 
 
 def _together(layers: Sequence[LayerGate]) -> list[tuple[Tensor, Tensor]]:

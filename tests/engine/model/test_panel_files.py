@@ -28,12 +28,15 @@ from mmkv.engine.backends import kernels_for
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model import kept_files, panel_files, stored
 from mmkv.engine.model.families import loading
+from mmkv.engine.model.gates import load_gates, save_gates
 from mmkv.engine.model.kept_files import clear, kept
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.panels import Bf16Matrix, Panels, Rows
 from mmkv.engine.model.product import Kernels, WeightForm, multiply
 from mmkv.engine.model.rounded import Int4Matrix, Int8Matrix
 from mmkv.engine.runtime import Runtime
+from mmkv.training.student import TrainableGates
+from tests.conftest import make_spec
 from tests.support.factories import make_model
 from tests.support.native import needs_native
 from tests.support.sessions import qwen3_vl, text_ids
@@ -653,3 +656,47 @@ def test_a_layout_that_changes_has_a_number_of_its_own(
     made = kind.of(weight.bfloat16())
     content = b"".join(part.view(torch.uint8).numpy().tobytes() for part in made.held())
     assert (made.layout, hashlib.sha256(content).hexdigest()[:16]) == (1, digest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_trunks_of_gates_are_kept_and_mapped(
+    cache: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """As they were read, also where their file is written anew before they are packed."""
+    spec, device = make_spec(layers=3, kv_heads=2), torch.device("cpu")
+    hidden = torch.randn(50, spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    read = []
+    for seed in (4, 5):
+        made = TrainableGates(spec, d_gate=32, bias=18.0, seed=seed).gates()
+        save_gates(made, tmp_path / "gates", spec, dtype)
+        read += [load_gates(tmp_path / "gates", spec) for _ in range(2)]
+    for gates in (read[0], read[2], read[3], read[1]):
+        held = gates.in_bf16(kernels_for("int8", device), device, torch.float32)
+        assert held.fingerprint() == gates.fingerprint()
+        (file,) = cache.iterdir()
+        spans = mappings(file)
+        for layer, gate in enumerate(held.layers):
+            x = hidden
+            for weight, bias in gates.layers[layer].trunk:
+                x = torch.nn.functional.silu(x @ weight.bfloat16().float().T + bias.float())
+            wanted = x @ gate.readout.T + gate.bias
+            torch.testing.assert_close(held.logits(layer, hidden), wanted, rtol=0, atol=1e-5)
+            for weight, _ in gate.trunk:
+                for at in places(weight):
+                    (mine,) = [span for span in spans if span["from"] <= at < span["to"]]
+                    assert mine["Anonymous"] == 0, "no page was copied"
+
+
+def test_gates_take_no_model_s_place(
+    cache: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each start would pack the one anew and delete the other."""
+    spec, device = make_spec(layers=3, kv_heads=2), torch.device("cpu")
+    save_gates(TrainableGates(spec, d_gate=32).gates(), tmp_path / "gates", spec)
+    load(model, "int8")
+    (file,) = cache.iterdir()
+    monkeypatch.setenv("MMKV_PANELS", str(file.stat().st_size + 1000))
+    held = load_gates(tmp_path / "gates", spec).in_bf16(
+        kernels_for("int8", device), device, torch.float32
+    )
+    assert list(cache.iterdir()) == [file] and not held.logits(0, torch.ones(1, 16)).isnan().any()
