@@ -136,12 +136,23 @@ EXPORT const char *mmkv_int8_form(const char *name)
     return chosen->name;
 }
 
+/* Ask for part `part` of `parts` of a panel. */
+INLINE void fetch_part(const struct linear *map, int64_t panel, int64_t blocks, int64_t part, int64_t parts)
+{
+    int64_t size = blocks * block_bytes(map->bits);
+    const int8_t *codes = map->codes + panel * size;
+    for (int64_t at = size * part / parts; at < size * (part + 1) / parts; at += 64)
+        __builtin_prefetch(codes + at, 0, 2);
+}
+
+#define MANY_TILES 4 /* beside which there is time to read the rows that come next */
+
 /* y or y += weight x + bias for rows from .. to-1: the vectors a few at a time, which stay in the
  * nearest cache with the panels. */
 void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64_t count,
                int64_t from, int64_t to, int add)
 {
-    int64_t tiles = tiles_of(count, map->bits), started = 0;
+    int64_t tiles = tiles_of(count, map->bits), started = 0, next = (to - from + INT8_PANEL - 1) / INT8_PANEL;
     for (int64_t index = 0; index < tiles; index++) {
         struct tile tile = tile_of(count, tiles, index);
         struct codes in = codes_of(x, tile);
@@ -151,6 +162,8 @@ void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64
             float made[MOST_VECTORS * INT8_PANEL];
             int64_t start = panel * INT8_PANEL, at = panel * x.blocks * INT8_PANEL;
             int64_t low = from > start ? from : start, high = to < start + INT8_PANEL ? to : start + INT8_PANEL;
+            if (tiles >= MANY_TILES && (panel + next) * INT8_PANEL < map->out)
+                fetch_part(map, panel + next, x.blocks, index, tiles);
             chosen->product(map->codes + panel * x.blocks * block_bytes(map->bits), map->scales + at,
                             map->bits, in, tile.count, made);
             for (int64_t v = 0; v < tile.count; v++)
