@@ -146,16 +146,16 @@ def test_a_prompt_without_numbers_leaves_its_pass_alone(
 
 def test_ctrl_c_takes_back_a_pass_that_is_left(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(qwen, weights="bf16")
-    executor, layer = EngineExecutor(engine), engine.decoder.layer
+    executor, read = EngineExecutor(engine), engine.decoder.gate_input
     job = ReplyJob(engine, Prompt({"input_ids": ids(9, seed=1)}), REPLY)
     job.begin()
 
     def pressed(*given: Any) -> torch.Tensor:
         signal.raise_signal(signal.SIGINT)
-        return layer(*given)
+        return read(*given)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(engine.decoder, "layer", pressed)
+        patched.setattr(engine.decoder, "gate_input", pressed)
         executor.read([job], 0.0)
     assert job.live is not None and engine.cache.held_pages(job.live.seq) == 0
     assert executor.read([job], 0.0) is None and executor.read([job]) == [True]
