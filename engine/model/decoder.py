@@ -21,7 +21,7 @@ from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 
 # Tokens that go through an MLP or a projection at once on a CPU. What is between its matrices is by
 # far the largest of a chunk, and a product of so many is no slower than one of more.
-_TOGETHER = 256
+_MLP_TOKENS = 256
 
 
 class StepAttention(Protocol):
@@ -182,7 +182,7 @@ class Decoder:
             inputs = self._inputs(index, x, rope)
             del x
             last = ending if index == final else None
-            hidden = self._mixed(index, hidden, inputs, step, last)
+            hidden = self._after_attention(index, hidden, inputs, step, last)
             hidden = self._after_mlp(index, hidden, deepstack)
             if index in self.taps:
                 kept[index] = hidden
@@ -244,7 +244,7 @@ class Decoder:
             on_keys: called with the keys ``[T, H, D]`` before and after RoPE, before attention:
                 what write gates read.
         """
-        hidden = self._mixed(index, hidden, self._inputs(index, x, rope, on_keys), step)
+        hidden = self._after_attention(index, hidden, self._inputs(index, x, rope, on_keys), step)
         return self._after_mlp(index, hidden, deepstack)
 
     def _inputs(
@@ -254,13 +254,13 @@ class Decoder:
         rope: tuple[Tensor, Tensor],
         on_keys: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Tensor | None]:
-        """Return what :meth:`_mixed` takes: what :meth:`_project` makes of x, or x of a state."""
+        """Return what :meth:`_after_attention` takes: :meth:`_project` of x, or x of a state."""
         layer = self.weights.layers[index]
         if layer.state_layer is not None:
             return [x]
         return list(self._project(x, layer, self.angles(index, rope), on_keys))
 
-    def _mixed(
+    def _after_attention(
         self,
         index: int,
         hidden: Tensor,
@@ -317,7 +317,7 @@ class Decoder:
         def mlp(part: Tensor) -> tuple[Tensor]:
             return (self._mlp(self._norm(part, layer.post_norm), layer),)
 
-        apart = hidden.device.type == "cpu" and layer.router is None and len(hidden) > _TOGETHER
+        apart = hidden.device.type == "cpu" and layer.router is None and len(hidden) > _MLP_TOKENS
         (made,) = self._in_blocks(mlp, hidden) if apart else mlp(hidden)
         hidden = self._plus(hidden, self._normed_output(made, layer.mlp_out_norm))
         if index < len(deepstack):
@@ -374,7 +374,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries, keys, values ``[T, heads, D]``, and the output's gate ``[T, Hq D]``."""
         spec = self.spec
-        if x.device.type == "cpu" and len(x) > _TOGETHER and on_keys is None:
+        if x.device.type == "cpu" and len(x) > _MLP_TOKENS and on_keys is None:
             made = self._in_blocks(
                 lambda *parts: [
                     part for part in self._project(parts[0], layer, parts[1:]) if part is not None
@@ -412,7 +412,7 @@ class Decoder:
 
         In inference each block is put in its place at once, so that two copies of all never stand.
         """
-        blocks = zip(*(tensor.split(_TOGETHER) for tensor in tensors), strict=True)
+        blocks = zip(*(tensor.split(_MLP_TOKENS) for tensor in tensors), strict=True)
         if not torch.is_inference_mode_enabled():
             parts = zip(*(call(*block) for block in blocks), strict=True)
             return [torch.cat(part) for part in parts]
@@ -422,7 +422,7 @@ class Decoder:
             if not made:
                 made = [part.new_empty(len(tensors[0]), *part.shape[1:]) for part in found]
             for whole, part in zip(made, found, strict=True):
-                whole[index * _TOGETHER :][: len(part)] = part
+                whole[index * _MLP_TOKENS :][: len(part)] = part
         return made
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:

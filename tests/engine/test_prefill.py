@@ -155,7 +155,7 @@ def test_what_a_chunk_leaves_on_the_heap_is_given_back(
     given: list[int] = []
     monkeypatch.setattr("mmkv.engine.prefill.give_back", lambda: given.append(1))
     monkeypatch.setattr("mmkv.engine.prefill.MANY_TOKENS", 8)
-    monkeypatch.setattr("mmkv.engine.model.decoder._TOGETHER", 5)
+    monkeypatch.setattr("mmkv.engine.model.decoder._MLP_TOKENS", 5)
     with engine.session() as session:
         torch.testing.assert_close(session.prefill(prompt), wanted)
         chunks = len(given)
@@ -171,7 +171,7 @@ BLOCKS = {
     "backends.cpu.decoder._NOTED_STEPS": 3,
     "backends.cpu.evictor._MOST_SHARES": 1,
     "compaction._AT_ONCE": 5,
-    "model.decoder._TOGETHER": 5,
+    "model.decoder._MLP_TOKENS": 5,
     "policies.attention._BLOCK_ELEMENTS": 1,
     "risk._WAITING": 3,
     "scorer_state._MASS_BLOCK_ELEMENTS": 1,
@@ -218,7 +218,7 @@ def test_blocks_of_any_size_come_to_the_same(
 
 def test_blocks_of_tokens_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place where nothing is trained; else so that gradients reach every token."""
-    monkeypatch.setattr("mmkv.engine.model.decoder._TOGETHER", 5)
+    monkeypatch.setattr("mmkv.engine.model.decoder._MLP_TOKENS", 5)
     x, y = torch.randn(12, 3, requires_grad=True), torch.randn(12, 2, 3)
 
     def call(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

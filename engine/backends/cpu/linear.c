@@ -145,7 +145,7 @@ INLINE void put(const float *restrict sums, const float *restrict bias, int64_t 
 void put_rows(const struct linear *map, const float *sums, int64_t from, int64_t to, int add, float *y)
 {
     const float *bias = map->bias ? map->bias + from : 0;
-    if (to - from == INT8_PANEL)
+    if (to - from == INT8_PANEL) /* the usual: without a loop */
         put(sums, bias, INT8_PANEL, add, y + from);
     else
         put(sums, bias, to - from, add, y + from);

@@ -12,7 +12,7 @@
 #include <time.h>
 
 #include "native.h"
-#include "vmath.h"
+#include "vectors.h"
 
 #define PHASES 8 /* per layer, those of a mixture and of norms of what is added among them; the head is one more */
 #define CHUNK_FLOATS (16 * 1024)  /* of weights in one chunk */
@@ -300,9 +300,10 @@ static void mix_head(const struct model *model, const struct layer *layer, int64
     const float *z = qkv + channels + first * dv;
     for (int64_t i = 0; i < group; i++)
         rms_norm(mixed + i * dv, layer->gain, dv, (float)model->eps, mixed + i * dv);
-#pragma omp simd
-    for (int64_t i = 0; i < group * dv; i++)
-        mixed[i] *= silu_float(z[i]);
+    for (int64_t i = 0; i < group * dv; i += LANES) {
+        int64_t some = group * dv - i < LANES ? group * dv - i : LANES;
+        store_some(load_some(mixed + i, some, 0) * silu_lanes(load_some(z + i, some, 0)), some, mixed + i);
+    }
 }
 
 static void trunk_chunk(const struct linear *map, struct vectors x, struct vectors y,

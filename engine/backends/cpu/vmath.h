@@ -27,11 +27,4 @@ static inline float exp_float(float x)
     return EXP_NEAR_0(r) * scale;
 }
 
-/* x times its logistic function. exp stops at 64, so that no quotient is subnormal: a CPU takes a
- * hundred cycles for one, also in a lane that is thrown away. */
-static inline float silu_float(float x)
-{
-    return x / (1.0f + exp_float(x < -64.0f ? 64.0f : -x));
-}
-
 #endif

@@ -155,15 +155,11 @@ class Gates:
         for index, gate in enumerate(placed.layers):
             held = []
             for stage, (weight, bias) in enumerate(gate.trunk):
-                pack = partial(_held, holding, weight)
+                pack = partial(holding.hold, plain(weight))
                 held.append((store.matrix(f"{index}.{stage}", pack), bias.to(dtype)))
             layers.append(LayerGate(held, gate.readout.float(), gate.bias.float(), product))
         stages = placed.stages if all(w.dtype == torch.bfloat16 for w, _ in placed.stages) else ()
         return Gates(self.kind, layers, self.tensors, self.info, self, stages)
-
-
-def _held(holding: WeightForm, weight: Matrix) -> Matrix:
-    return holding.hold(plain(weight))
 
 
 def _together(layers: Sequence[LayerGate]) -> list[tuple[Tensor, Tensor]]:
